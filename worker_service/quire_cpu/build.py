@@ -22,8 +22,8 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
 COMPILE_S_MAX = 300.0
 _DIGEST_BYTES = 32
 
-# Instruction sets per architecture, besides "baseline", the compiler's default. Levels such as x86-64-v3 are spelled
-# out, because GCC before 11 and Clang before 12 do not know the levels' names.
+# Compiler flags of each instruction set, by architecture. The set "baseline" has no flags. Levels such as x86-64-v3 are
+# spelled out as flags, because GCC before 11 and Clang before 12 do not know the levels' names.
 _V3 = tuple(f"-m{name}" for name in ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "xsave"))
 _V4 = (*_V3, *(f"-mavx512{name}" for name in ("f", "bw", "cd", "dq", "vl")))
 INSTRUCTION_SETS = {"x86_64": {"avx2": _V3, "avx512": _V4, "avx512bf16": (*_V4, "-mavx512bf16")}}
@@ -57,7 +57,7 @@ def compiler() -> str:
 def build(folder: Path) -> Path:
     """Compiles the library into a folder and returns its path.
 
-    The file appears complete or not at all. Two processes may build it at the same time.
+    The file appears complete or not at all. Two processes may build the same file at the same time.
 
     Raises:
         BuildError: there is no compiler, the compiler fails, or the folder cannot be written.

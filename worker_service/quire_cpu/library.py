@@ -61,7 +61,7 @@ class Missing(NamedTuple):
 
 @functools.cache
 def load() -> Library | Missing:
-    """Returns the library of this process. Compiles it if needed, which takes about ten seconds."""
+    """Returns the library of this process. Compiles the library if needed, which takes about ten seconds."""
     if os.environ.get("QUIRE_CPU") == "0":
         return Missing("QUIRE_CPU=0 switches them off")
     try:
@@ -93,7 +93,7 @@ def _find() -> Path:
     made = folder / name
     if made.is_file() and not made.is_symlink() and not _others_may_write(made) and is_whole(made):
         return made
-    return build(folder)  # replaces a truncated library, or one that other users could have written
+    return build(folder)  # replaces a library that is truncated or that other users could have written
 
 
 def cache_folder() -> Path:

@@ -17,7 +17,7 @@ import torch
 from quire_cpu.interface import DTYPES, GATES, PANEL, Draw, Embed, Greedy, Linear, Norm, Pack, Rotate
 from quire_cpu.library import Library
 
-AT_ONCE_MAX = 1 << 20  # up to this many logits are searched without releasing the GIL: about 50 us
+AT_ONCE_MAX = 1 << 20  # a search of up to this many logits, about 50 us, does not release the GIL
 
 
 def norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -95,7 +95,7 @@ def rotate_(
 
 
 class GreedyChoice:
-    """Chooses the likeliest token of each row of logits, and tells which rows are valid.
+    """Chooses the likeliest token of each row of logits, and finds the valid rows.
 
     Reuses its buffers from call to call, so two calls must not run at the same time. Most calls are short and keep the
     GIL, because a thread that releases it must wait to get it back.

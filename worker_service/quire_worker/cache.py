@@ -1,4 +1,4 @@
-"""The physical KV cache: buffers of pages, each shared by one layer of every group.
+"""The physical KV cache: buffers of pages, each shared by one layer of every group of layers.
 
 A block id of the allocator is a page: slot `id` of every buffer, for the group that holds the block. The layout planner
 (`quire.planning`, docs/layout.md) decides which layers share a page, and where in the page each layer lies. Example: 2
@@ -19,13 +19,13 @@ A layer sees its part of the buffer as one 5-D tensor of pages, or as a tuple of
                     |  +-- slot of a token in its page
                     +-- 0: keys, 1: values; latent attention has only keys, and their first elements are the values
 
-In memory tokens come before heads (NHD) or heads before tokens (HND); a view has the order above either way. A page is
+In memory, tokens come before heads (NHD) or heads before tokens (HND); a view always has the order above. A page is
 contiguous. Two neighboring pages start `PageSpec.page_stride` elements apart. This stride is more than a page's own
-elements if the slot also holds other layers of the group, or padding. A token's slot is page * block_size + place in
+elements if the slot also holds other layers of the group, or padding. A token's slot is page * block_size + index in
 the page.
 
 This module does not know which pages are in use. A free page, and the part of a page past a sequence's last token, hold
-leftovers of earlier writes, even NaN. Attention must never read them.
+leftovers of earlier writes, even NaN. Attention must never read these leftovers.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class CacheSpec:
     states: tuple[tuple[int, tuple[StateTensor, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        for _ in self.layer_pages():  # building each PageSpec checks it
+        for _ in self.layer_pages():  # each `PageSpec` checks its values when it is built
             pass
 
     @classmethod
@@ -296,7 +296,7 @@ def _plan(layers: tuple[LayerSpec, ...], block_size: int, token_count_max: int) 
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Returns zeroed bytes. On a CPU `torch.zeros` would write them, and so take all of the memory at once."""
+    """Returns zeroed bytes. On a CPU, `torch.zeros` would write the bytes, and so take all of their memory at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -307,7 +307,7 @@ class LayerCache(NamedTuple):
     """One layer, bound to its pages.
 
     Attributes:
-        kind: index in `KVCache.kinds`; layers with the same group and page shape share it, and one plan serves them.
+        kind: index in `KVCache.kinds`; layers with the same group and page shape have the same kind and plan.
         pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous; latent
             attention has 1 in place of 2.
         window: tokens that a query sees in the sliding window, including itself; None without a window.
@@ -325,7 +325,7 @@ class LayerCache(NamedTuple):
     def key_and_value(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same pages as a tuple of keys and values, each `[blocks, block_size, kv_heads, head_dim]`.
 
-        With latent attention both are the keys.
+        With latent attention, both elements of the tuple are the keys.
         """
         return self.pages[:, 0], self.pages[:, -1]
 
@@ -384,7 +384,7 @@ class KVCache:
             pass_token_count: the most tokens that one pass computes.
         """
         size, plan = self.spec.block_size, self.spec.plan
-        fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # in blocks
+        fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # lengths in blocks
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             is_enough = plan.blocks_peak(middle * size, pass_token_count + size) <= self.block_count

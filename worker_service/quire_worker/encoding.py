@@ -13,15 +13,15 @@ from quire.session import AsyncSession
 from quire_worker.scheduling.plan import Plan
 from quire_worker.scheduling.slots import NO_WISH
 
-DROPS_MAX: Final = 64  # as many as an allocator takes in a step
-DROP_DIGESTS_MAX: Final = 8_192  # of a step. Blocks of further drops stay cached, and nothing hits them.
+DROPS_MAX: Final = 64  # most drops in a step: an allocator takes no more
+DROP_DIGESTS_MAX: Final = 8_192  # most digests in a step. Blocks of further drops stay cached, and nothing hits them.
 
 
 class Asked:
     """A plan. Its step is sent to the allocator when this object is made.
 
     Attributes:
-        sent_s: when it was sent, by the engine's clock.
+        sent_s: when the step was sent, by the engine's clock.
         answer: the task that awaits the answer.
     """
 

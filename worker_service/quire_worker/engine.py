@@ -3,8 +3,8 @@
 All state lives on the event loop; only the model runs elsewhere, on one thread. So cancellation is safe at any moment:
 a request that ended during a pass or a step is skipped, and its blocks are freed with the next step.
 
-Two passes are under way where possible. One is computed. The next one waits in the queue of the model's thread: it
-needs only the tokens that the first one samples. During the pass, the event loop does the rest of a turn:
+Two passes are under way where possible. While the first pass is computed, the second pass waits in the queue of the
+model's thread for the tokens that the first pass samples. Meanwhile the event loop does the rest of a turn:
 
     model's thread   |  pass 1         |  pass 2                                      |  pass 3
     event loop         plan 2              tokens of 1, ask, plan 3, messages of 1        tokens of 2, ask, plan 4, ...
@@ -55,7 +55,7 @@ log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 QUIET_S = 0.1  # a step with only commits and frees waits this many seconds for other operations
-PATIENCE_S = 0.02  # after this, samples with room continue without the answer, which usually takes 1 ms
+PATIENCE_S = 0.02  # after this time, samples with free slots continue without the answer, which usually takes 1 ms
 
 
 class Engine:
@@ -93,9 +93,9 @@ class Engine:
         )  # fmt: skip
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._plans_beside = model.device.type != "cpu"  # whether to plan and ask during passes for first tokens, too
+        self._plans_beside = model.device.type != "cpu"  # plans and asks even during passes that give only first tokens
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
-        self._passes = deque[Pass]()  # the pass on the device, and the next one if it was launched
+        self._passes = deque[Pass]()  # the pass on the device, and the next pass if it was launched
         self.outbox = Outbox(stream_interval_s, self._not_delivered)
         self._intake = TokenIntake(
             scheduler, self.outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
@@ -129,9 +129,9 @@ class Engine:
                 self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:
-        """Runs one turn: plans a pass and asks for its blocks, unless one is under way; during the pass, asks for the
-        blocks of later passes and queues the next one; then takes the pass's tokens. On a CPU, planning takes cores
-        from the kernels, so a pass that brings only first tokens is delivered before the turn plans ahead."""
+        """Runs one turn. Plans a pass and asks for its blocks, unless a pass is under way. During the pass, asks for
+        the blocks of later passes and queues the next pass. Then takes the pass's tokens. On a CPU, planning takes
+        cores from the kernels, so a pass that brings only first tokens is delivered before the turn plans ahead."""
         started = self.clock()
         self.reception.look(self.fail, self.waits)
         if not self._passes and not await self._start():
@@ -232,7 +232,7 @@ class Engine:
             await self._changed.wait()
 
     def stop(self) -> None:
-        """Lets `run` return after the turn that it is in."""
+        """Lets `run` return after the present turn."""
         self.reception.is_closed = True
         self.wake.set()
 
@@ -285,7 +285,7 @@ class Engine:
         """Returns the turn's plan and the allocator's answer (empty if it was not asked). None: the turn must restart.
 
         One step is under way at a time. Only samples that need the step's answer wait for it. While the allocator is
-        slow or gone, samples that have room continue.
+        slow or gone, samples that have free slots continue.
         """
         if self._asked is not None and self._asked.answer.done() and not await self._take_in():
             return None
@@ -310,7 +310,7 @@ class Engine:
 
     def _ask_ahead(self, work: list[Work]) -> None:
         """Asks for the blocks of the next turns, unless the last step has no answer yet. Commits and frees wait for
-        such a step, or for `QUIET_S`. No sample needs them sooner, and fewer steps cost a small model less."""
+        such a step, or for `QUIET_S`: no sample needs their blocks sooner, and fewer steps cost a small model less."""
         if self._asked is None:
             plan = self.scheduler.plan_ahead(work, may_wait=self.clock() - self._sent_s < QUIET_S)
             if plan.has_to_be_sent:
@@ -370,7 +370,7 @@ class Engine:
         return outcome
 
     def _end_failed(self, computed: Computed) -> None:
-        """Ends the requests that could not be computed. Must run before their tokens count as computed and publish."""
+        """Ends the requests that could not be computed. Must run before the pass's tokens are counted and published."""
         self.telemetry.retry_count += computed.retry_count
         failures = dict(computed.failures)
         if computed.lost_blocks:  # Samples outside this pass may hold the lost blocks, too.

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 class ControlGroup(NamedTuple):
     """Files of one control group: its limits, its usage, and its statistics.
 
-    The statistics tell how much of the usage is the page cache, and the kernel can reclaim that.
+    The statistics contain the page cache's part of the usage. The kernel can reclaim this part.
     """
 
     limits: tuple[Path, ...]
@@ -35,7 +35,7 @@ _VERSIONS: Final = {
     "cgroup": ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
 }
 _RLIMITS: Final = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-_STATM_INDEXES: Final = (0, 5)  # fields of /proc/self/statm that count the pages under each limit
+_STATM_INDEXES: Final = (0, 5)  # for each of _RLIMITS: the field of /proc/self/statm that counts its pages
 
 
 def control_groups(proc: Path = _SELF) -> list[ControlGroup]:
@@ -74,7 +74,7 @@ def _folders(proc: Path, kind: str, controller: str) -> Iterator[Path]:
 
 
 def _unescaped(text: str) -> str:
-    """Decodes a path of /proc/self/mountinfo: it writes space, tab, newline and backslash in octal, like `\\040`."""
+    """Decodes a path of /proc/self/mountinfo, which has space, tab, newline and backslash in octal, like `\\040`."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -137,7 +137,7 @@ def _number(file: Path) -> int | None:
 def _lines(file: Path) -> list[str]:
     """Returns the lines of a kernel file; none if the file is missing or not readable.
 
-    Names of mounts may have any bytes, and characters that end a line elsewhere.
+    Names of mounts may have any bytes, so only a newline ends a line here.
     """
     try:
         return os.fsdecode(file.read_bytes()).removesuffix("\n").split("\n")

@@ -9,7 +9,7 @@ format changes the logits; docs/formats.md has figures.
 
     NHD    a page is [block_size, kv_heads, head_dim], twice        HND    [kv_heads, block_size, head_dim], twice
 
-Strides make both look like NHD.
+With HND, the tensors' strides make a page look like NHD.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 from quire.planning import Layout
 from quire.planning.layout import PageSlice
 
-_WORDS = (torch.int64, torch.int32, torch.int16)  # sizes of the units that move bytes, the widest first
+_WORDS = (torch.int64, torch.int32, torch.int16)  # units in which bytes are moved, the widest first
 
 
 class StateKey(NamedTuple):

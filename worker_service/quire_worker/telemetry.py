@@ -34,7 +34,7 @@ class WorkerTelemetry:
         self.cached_token_count = 0
         self.output_token_count = 0
         self.drafted_token_count = 0  # draft tokens computed after a sample's last token
-        self.accepted_token_count = 0  # drafted tokens that are equal to the sampled ones
+        self.accepted_token_count = 0  # drafted tokens that equal the sampled tokens
         self.held_block_count = 0  # as of the last answered step
         self.kv_events: Counter[str] = Counter()  # see `kv_events.publisher`
         self.held_block_count_max = 0
@@ -44,7 +44,7 @@ class WorkerTelemetry:
         self.sampling_s = 0.0  # part of `forward_s`
         self.saved_prefill_s = 0.0  # an estimate: see `Pace.prefill_seconds_for`
         self.queued_s = dict.fromkeys(WaitReason, 0.0)  # see `requests.queue_times`
-        self.kv_event_lag_s: Callable[[], float] = lambda: 0.0  # `kv_events_of` sets it
+        self.kv_event_lag_s: Callable[[], float] = lambda: 0.0  # set by `kv_events_of`
         self.step_seconds = Histogram(SECONDS_BOUNDS)
         self.first_token_seconds = Histogram(SECONDS_BOUNDS)
         self.queue_seconds = Histogram(SECONDS_BOUNDS)
@@ -54,15 +54,15 @@ class WorkerTelemetry:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Returns roughly the seconds until a full queue has room: half of the admitted requests' average waiting time.
+        """Estimates the seconds until a full queue has space: half of the admitted requests' average waiting time.
         By then half of a queue's places are free again. None before the first admission."""
         histogram = self.queue_seconds
         count = histogram.buckets()[-1][1]
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None
 
     def observe_pass(self, sample_count: int, forward_s: float, sampling_s: float, step_s: float) -> None:
-        """Records a step that ran the model for `sample_count` samples: all its seconds, those in the model, and those
-        of choosing tokens."""
+        """Records a step that ran the model for `sample_count` samples: all its seconds, the seconds in the model,
+        and the seconds of choosing tokens."""
         self.batch_samples.observe(sample_count)
         self.forward_s += forward_s
         self.sampling_s += sampling_s
@@ -74,14 +74,14 @@ class WorkerTelemetry:
         self.observe_prompt(len(request.prompt), request.usage.cached_token_count, pace)
 
     def observe_prompt(self, token_count: int, cached_token_count: int, pace: Pace) -> None:
-        """Records a prompt, and estimates from the worker's pace the time that its hit saved."""
+        """Records a prompt, and estimates from the worker's pace the time that the prompt's cached tokens saved."""
         self.prompt_token_count += token_count
         if cached_token_count:
             self.cached_token_count += cached_token_count
             self.saved_prefill_s += pace.prefill_seconds_for(cached_token_count)
 
     def observe_blocks(self, outcome: StepOutcome, running: Sequence[Sample], block_count: int) -> None:
-        """Records the blocks held, and the number without sharing, after a step. An empty outcome changes nothing."""
+        """Records how many blocks a step leaves held, with and without sharing. An empty outcome changes nothing."""
         if outcome.grows or outcome.free_block_count:
             self.held_block_count = block_count - outcome.free_block_count
         if outcome.grows:

@@ -33,7 +33,7 @@ struct Items {
     }
 
     // Adds tiles of `tile` queries. If a tile's rows `are_direct`, its item has all heads, so that memory is read in order.
-    // A lone sequence is split by heads instead, so that each thread has one.
+    // A lone sequence is split by heads instead, so that each thread has an item.
     template <class Direct>
     void add_tiles(const QuireAttend& a, int32_t sequence, long queries, long tile, long shared_keys, Direct are_direct) {
         for (long q = 0; q < queries; q += tile) {

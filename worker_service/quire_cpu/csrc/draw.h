@@ -20,7 +20,7 @@ struct Largest {
 //
 // Each lane keeps its largest number and the first stretch that has it, so that the second pass reads only one stretch.
 inline Largest largest_of(const float* logits, long size) {
-    constexpr int CHAINS = 4;  // independent maxima: a single one would wait for its previous result
+    constexpr int CHAINS = 4;  // independent maxima: a single chain would wait for its previous result
     Vec most = broadcast(-__builtin_inff());
     Ints stretch_of_most{}, is_nan{};
     for (long start = 0; start < size; start += STRETCH) {

@@ -73,7 +73,7 @@ inline Words bits_of(Vec value, const Bfloat16*) {
     return __builtin_convertvector(load_raw<Halves>(rounded), Words);
 }
 
-// Weights are written to the memory of a block's scores. In bfloat16 they need half as many rows.
+// Weights are written to the memory of a block's scores. In bfloat16, weights need half as many rows as scores.
 template <class T>
 struct LaneWay {
     const Walk<T>& walk;

@@ -9,7 +9,8 @@
 
 namespace QUIRE_ISA {
 
-// 32 registers hold 6 x 4 sums, 4 vectors of b and one of a. 16 registers hold 6 x 2 sums.
+// Of 32 registers, 24 (6 rows x 4 vectors) hold sums, 4 hold vectors of b, and one holds an element of a. Of 16
+// registers, 12 (6 x 2) hold sums.
 constexpr int ROWS_MAX = 6;
 constexpr int VECTORS = LANES == 16 ? 4 : 2;
 constexpr int WIDTH = VECTORS * LANES;  // columns of a tile

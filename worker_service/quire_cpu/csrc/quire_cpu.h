@@ -151,8 +151,8 @@ struct QuireLayer {
 };
 
 // Computes all layers of a decoder on the hidden states, in place. The other buffers hold results between kernels.
-// If not all tokens are kept, the last layer computes attention for all tokens, but the rest only for the kept ones. Their
-// results are then the first rows of `hidden`.
+// If only some tokens are kept, the last layer computes attention for all tokens, and everything after attention only
+// for the kept tokens. The results of the kept tokens are then the first rows of `hidden`.
 struct QuireDecoder {
     const struct QuireLayer* layers;
     int64_t layer_count;
@@ -169,8 +169,8 @@ struct QuireDecoder {
     int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
 };
 
-// Finds the first largest logit of each row, and whether it is a number within the bound. NaN counts as larger than all
-// numbers.
+// Finds the first largest logit of each row, and whether this logit is a number within the bound. NaN counts as larger
+// than all numbers.
 struct QuireGreedy {
     const float* logits;           // [rows, vocabulary]
     int64_t* tokens;               // [rows]
@@ -179,8 +179,8 @@ struct QuireGreedy {
     float bound;
 };
 
-// Draws a token for each row. With temperature 0 it is the greedy choice. Otherwise it is the first token whose cumulative
-// probability in the softmax of logits / temperature exceeds `uniform`.
+// Draws a token for each row. With temperature 0, the token is the greedy choice. Otherwise, it is the first token
+// whose cumulative probability in the softmax of logits / temperature exceeds `uniform`.
 struct QuireDraw {
     const float* logits;           // [rows, vocabulary]
     const float* temperatures;     // [rows]

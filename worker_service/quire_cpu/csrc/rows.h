@@ -4,7 +4,7 @@
 
 namespace QUIRE_ISA {
 
-constexpr long ROWS_PER_THREAD = 16;  // waking a thread for fewer rows is not worth it
+constexpr long ROWS_PER_THREAD = 16;  // fewer rows take less time than waking a thread
 
 // Calls body(row) for each row; a thread takes ROWS_PER_THREAD rows at a time.
 template <class Body>

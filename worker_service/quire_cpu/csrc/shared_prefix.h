@@ -1,6 +1,6 @@
-// Finds sequences of a batch that begin with the same pages, so that these are read once for all of them (Hydragen:
-// Juravsky et al., 2024; FlashInfer's cascades). Forks, samples and hits of one prompt are adjacent in a batch, so only
-// neighbors are compared.
+// Finds sequences of a batch that begin with the same pages, so that these pages are read once for all these sequences
+// (Hydragen: Juravsky et al., 2024; FlashInfer's cascades). Forks, samples and hits of one prompt are adjacent in a
+// batch, so only neighbors are compared.
 #pragma once
 #include "vector.h"
 
@@ -28,7 +28,7 @@ inline long common_pages(const QuireAttend& a, long s, long t, long most) {
 }
 
 // Returns the run that begins at `first`, of sequences with at most `queries_max` queries. A neighbor that shares fewer
-// pages shortens the run's prefix. It joins the run if the total saving, keys * (count - 1), grows.
+// pages shortens the run's prefix. The neighbor joins the run if the total saving, keys * (count - 1), grows.
 inline Run run_from(const QuireAttend& a, int32_t first, long queries_max) {
     const auto has_few = [&](long s) { return a.query_indptr[s + 1] - a.query_indptr[s] <= queries_max; };
     Run run{first, 1, 0};

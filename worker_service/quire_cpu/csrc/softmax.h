@@ -38,7 +38,8 @@ inline float weigh(float* products, T* weights, long count, long first, long sto
         most_here = maximum(seen, most_here);
     }
     const float here = maximum_of(most_here);
-    // If all scores are NaN, there is no largest. Subtracting 0 keeps them NaN, but -inf would turn the weights into 0.
+    // If the row sees no key here, or all scores are NaN, no score is the largest. Subtracting 0 then turns hidden scores
+    // into weights of 0, and keeps NaN. Subtracting -inf would turn hidden scores into NaN.
     const float most = here > state.most ? here : state.most == NOTHING ? 0.0f : state.most;
     Vec sum{};
     for (long j = 0; j < count; j += LANES) {

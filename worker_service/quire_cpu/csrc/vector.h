@@ -1,7 +1,7 @@
 // Vectors as extensions of the compiler (GCC and Clang): one source for AVX2, AVX-512 and NEON.
 //
-// Everything is in the namespace of one instruction set, and the standard library's templates are not used. The linker
-// would keep only one copy of a template that two sets instantiate, with the instructions of either set.
+// Everything is in the namespace of one instruction set, and the standard library's templates are not used. If two sets
+// instantiated the same template, the linker would keep only one copy, with the instructions of either set.
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>

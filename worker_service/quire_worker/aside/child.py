@@ -1,8 +1,8 @@
 """The process that `job_processes` starts, run as a module: it forks a child for each connection that it receives.
 
 1. prepared it imports and reads everything that all jobs need
-2. forked     a child inherits that, and has one connection; its memory may grow by MEMORY_BYTES
-3. a job      one message in, one message out; its own alarms kill a child that takes too long
+2. forked     a child inherits the prepared state, and has one connection; its memory may grow by MEMORY_BYTES
+3. a job      one message in, one message out; a child that takes too long is killed by its own alarms
 4. ended      a child ends when its connection is closed, also because the process of `job_processes` ended
 
 python -m quire_worker.aside.child KIND MEMORY_BYTES CPU_S WALL_S CONTROL_FD < configuration
@@ -30,14 +30,15 @@ def main(arguments: list[str]) -> None:
     """Forks a child for each connection, until the control connection is closed."""
     kind, *limits, control_fd = arguments
     memory_bytes, cpu_s, wall_s = map(int, limits)
-    # A draining worker still needs this process. The worker ends it by closing the connection.
+    # Ignores the signals that make a worker drain: the draining worker still needs this process. The worker ends this
+    # process by closing the control connection.
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # lets the kernel reap the children
     os.nice(5)
     job = job_of(kind, json.load(sys.stdin))
     quiet = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):  # a library that aborts might print a caller's text
+    for number in (0, 1, 2):  # silences the standard streams: a library that aborts might print a caller's text
         os.dup2(quiet, number)
     with socket.socket(fileno=int(control_fd)) as control:
         control.sendall(READY)
@@ -68,7 +69,7 @@ def _serve(connection: socket.socket, job: Job, memory_bytes: int, cpu_s: int, w
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         found = _answer(job, json.loads(given))
-        ends = memory().resident > resident + KEPT_BYTES_MAX  # otherwise the next job would have that much less memory
+        ends = memory().resident > resident + KEPT_BYTES_MAX  # a child that has grown has less memory for the next job
         answer = json.dumps({**found, "ends": ends}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

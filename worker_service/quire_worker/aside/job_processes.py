@@ -2,7 +2,7 @@
 
 1. started    by the first job or `warm`: one process is prepared, and forks children
 2. idle       a child waits for a job; there are at most `places` children, and they are reused
-3. busy       a child computes a job; each key has at most one at a time. If the caller stops waiting, the job continues
+3. busy       a child computes a job; at most one job of each key. If the caller stops waiting, the job continues
 4. lost       the child's limits killed it; the next job gets a new child
 5. closed     all processes end
 """
@@ -25,7 +25,7 @@ from quire.errors import QuireError, Reason
 from quire_worker.aside.child import LENGTH
 
 ANSWER_BYTES_MAX = 64 << 20
-WAITING_MAX = 256  # jobs that wait or run, at most
+WAITING_MAX = 256  # most jobs that wait or run
 START_S_MAX = 60.0
 
 
@@ -39,7 +39,7 @@ class JobLimits(NamedTuple):
     Attributes:
         memory_bytes: memory that a child may use beyond its size when it was forked.
         cpu_s: CPU time, in whole seconds.
-        wall_s: elapsed time, in whole seconds; it ends a job that gets too little CPU time.
+        wall_s: elapsed time, in whole seconds; this limit ends a job that gets too little CPU time.
         places: number of children, and thus of simultaneous jobs.
     """
 
@@ -63,7 +63,7 @@ class _Turn:
 
 
 class JobProcesses:
-    """Runs jobs of one kind in child processes. Use it only on the event loop."""
+    """Runs jobs of one kind in child processes. Only the event loop may use this."""
 
     def __init__(self, kind: str, configuration: Callable[[], Any], limits: JobLimits) -> None:
         """Starts nothing yet; the first job or `warm` starts the process.
@@ -103,7 +103,7 @@ class JobProcesses:
         task = asyncio.create_task(self._in_its_turn(json.dumps(job).encode(), key))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
-        # The caller may have stopped waiting. Reading the exception keeps asyncio from warning about it.
+        # The caller may have stopped waiting. Reading the exception keeps asyncio from logging a warning.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return await asyncio.wait_for(asyncio.shield(task), timeout_s)
 
@@ -143,7 +143,7 @@ class JobProcesses:
                 del self._turns[key]
 
     async def _done(self, job: bytes) -> dict[str, Any]:
-        """Returns a child's answer to a job: an idle child's if one is alive, else a new one's."""
+        """Returns the answer of a child to a job: of an idle child if one is alive, else of a new child."""
         while self._idle:
             child = self._idle.pop()
             if not child.reader.at_eof():
@@ -159,7 +159,7 @@ class JobProcesses:
         except (asyncio.IncompleteReadError, OSError):
             child.writer.transport.abort()
             raise OverLimitError from None
-        except asyncio.CancelledError:  # by `close`
+        except asyncio.CancelledError:  # `close` cancelled this task
             child.writer.transport.abort()
             raise
         found: dict[str, Any] = json.loads(answer)
@@ -199,7 +199,7 @@ class JobProcesses:
             own.close()
             self._end()
             raise ChildProcessError(f"the process for {self._kind} did not start")
-        own.setblocking(True)  # a send never blocks for long: a message is one byte, read immediately
+        own.setblocking(True)  # sends block only briefly: the process reads each message, one byte, immediately
         self._control = own
 
     def _popen(self, control: int) -> subprocess.Popen[bytes]:

@@ -1,7 +1,7 @@
 """The kinds of jobs that `job_processes` runs, and how a process is prepared for each kind.
 
 templates     renders conversations with the checkpoint's chat template
-structures    compiles structures to find out whether that takes too long or too much memory
+structures    compiles structures to find out whether compiling takes too long or too much memory
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _structures(configuration: Any) -> Job:
 
     tokenizer, vocabulary, ends = configuration["tokenizer"], configuration["vocabulary"], configuration["ends"]
     grammars = Grammars(lambda: tokenizer, vocabulary, ends)
-    with contextlib.suppress(BaseException):  # each job will raise the same error, and report it
+    with contextlib.suppress(BaseException):  # if this fails, each job will raise the same error, and report it
         grammars.prepare()
 
     def attempt(given: Any) -> dict[str, Any]:

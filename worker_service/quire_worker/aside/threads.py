@@ -1,6 +1,6 @@
 """A few daemon threads that run calls in order.
 
-Unlike the threads of `concurrent.futures`, they do not keep the interpreter from ending.
+Unlike the threads of `concurrent.futures`, these threads do not keep the interpreter from ending.
 """
 
 from __future__ import annotations

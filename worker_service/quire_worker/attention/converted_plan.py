@@ -6,8 +6,8 @@ to that tensor as to any other pages:
     block tables   7 2 | 9 2       in the pool          used    2 7 9
                    1 0 | 2 0       in the converted pages
 
-So every option of attention works. The results use the rounded numbers in the pages, because new keys are stored first
-and then read back. The cost is a pass over the keys in use for each layer, and memory for one layer of them.
+So every option of attention works with these formats. The results use the rounded numbers in the pages, because new
+keys are stored first and then read back. Each layer converts all keys and values in use, into memory for one layer.
 """
 
 from __future__ import annotations

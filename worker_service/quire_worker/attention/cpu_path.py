@@ -61,7 +61,7 @@ class CpuPagedAttention(PagedAttention):
             return self._torch.choose_tokens(logits, params, draw)
         temperatures = torch.tensor([0.0 if row.is_greedy else row.temperature for row in params])
         uniforms = draw()
-        if len(uniforms) < len(params):  # greedy rows have no number
+        if len(uniforms) < len(params):  # `uniforms` has no numbers for greedy rows
             uniforms = torch.zeros(len(params), dtype=torch.float64).masked_scatter_(temperatures > 0, uniforms)
         return ops.draw(self.library, logits, temperatures, uniforms)
 

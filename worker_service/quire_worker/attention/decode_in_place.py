@@ -1,7 +1,7 @@
-"""Plans of decode batches of one size. Their tensors keep their addresses, as a CUDA graph requires.
+"""Plans of decode batches of one size. The plans' tensors keep their addresses, as a CUDA graph requires.
 
-A graph replays launches with the addresses that they were captured with. So slots, page tables and the division of the
-work are written to these addresses, and a smaller batch is padded with empty sequences:
+A graph replays each launch with the addresses from its capture. So slots, page tables and the division of the work are
+written to these addresses, and a smaller batch is padded with empty sequences:
 
     slots          12 40 7 | -1          a token whose slot is negative is not written
     kv_lengths     13 41 8 |  0          a sequence without keys attends to nothing, and its result is zeros
@@ -37,7 +37,7 @@ class DecodeInPlace(TritonAttentionPlan):
         Args:
             size: number of sequences, each with one token.
             spec: shape of the pages.
-            indices: int32, room for the pages of all sequences.
+            indices: int32, with space for the pages of all sequences.
             workspace: the kernels' workspace. Plans that are not
                 used at the same time may share `indices` and `workspace`.
         """
@@ -64,7 +64,7 @@ class DecodeInPlace(TritonAttentionPlan):
             batch: a batch with one token per sequence, and at most `size` sequences.
 
         Raises:
-            ValueError: a slot is outside the layers' pages, or `indices` has no room for all pages of the batch.
+            ValueError: a slot is outside the layers' pages, or `indices` is too small for all pages of the batch.
         """
         self.batch = filled_up(batch, self.slots.shape[0])
         for slot_count in self.checked_slot_counts:

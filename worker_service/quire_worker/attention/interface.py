@@ -61,7 +61,7 @@ class AttentionPlan(Protocol):
 
         Args:
             key: `[tokens, kv_heads, head_dim]`, of the spec's `query_dtype`, any strides.
-            value: like `key`; ignored for latent attention, where it is a part of the keys.
+            value: like `key`; ignored for latent attention, where values are a part of the keys.
             pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, each page contiguous, the spec's
                 `page_stride` from one page to the next; written in place.
             scales: fp8 pages hold keys and values divided by these; other pages ignore them.
@@ -89,7 +89,7 @@ class AttentionPlan(Protocol):
             query: `[tokens, query_heads, head_dim]`, of the spec's `query_dtype`, any strides.
             pages: one layer, see `append`.
             scale: factor of the dot products.
-            window_left: keys before its own position that a query sees, inclusive; -1: all.
+            window_left: number of keys before its own position that a query sees; -1: all.
             soft_cap: replaces each scaled score x by soft_cap * tanh(x / soft_cap), before the mask; 0: no cap.
             sinks: float32 `[query_heads]`, natural logarithms of terms that are added to the softmax's denominator.
             scales: see `append`.
@@ -145,7 +145,7 @@ class PagedAttention(Protocol):
         return None
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Returns the greedy choice of each row, int32 `[rows]` on the device of the logits, without waiting for it.
+        """Returns the greedy choice of each row, int32 `[rows]` on the logits' device, without waiting for this device.
 
         The token of a row that is not finite is negative. Returns None if the device's kernels run synchronously.
 

@@ -5,9 +5,9 @@ without copying the keys (`torch_tiles`). All other sequences are put into units
 computed in two steps:
 
     gather   copies whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a
-             page's size run at the memory's speed, and the workspace is still in the CPU's cache when it is read
-    attend   calls torch's fused kernel. Mostly, the queries of all query heads of a KV head become rows of one call, so
-             that their keys are read once for all of them
+             page's size run at the memory's speed, and the workspace is still in the CPU's cache for `attend`
+    attend   calls torch's fused kernel. Mostly, the query heads that share a KV head become rows of one call, so that
+             the call reads their keys only once
 
 Long chunks are computed in blocks of queries, without the keys that no query of the block sees. A prompt without cached
 tokens is the fused kernel's own causal case, head by head. The fused kernel has no soft cap and no sinks: with these,
@@ -32,12 +32,12 @@ from quire_worker.page_format import UNSCALED, Scales
 from quire_worker.sampling.choice import choose_by_sorting
 from quire_worker.sampling.params import SamplingParams
 
-# The fused kernel works on blocks of 32 rows, or larger blocks from 192 rows on. With 32 queries, one head fills a
-# block alone; then packing the heads of a KV head only pays if that makes at least 192 rows.
+# The fused kernel works on blocks of 32 rows, and on larger blocks if it gets at least 192 rows. 32 queries of one head
+# fill a small block. Packing all heads of a KV head then pays only if the packed heads have at least 192 rows.
 ROWS_SMALL, ROWS_LARGE = 32, 192
-# In bfloat16 the kernel computes a single row without rearranging the keys. With up to three query heads per KV head,
-# computing head by head is faster for blocks of queries. It is also faster for decode while the keys and values of a
-# sequence fit into the CPU's cache (each head reads them again).
+# With up to three query heads per KV head in bfloat16, computing head by head is faster for blocks of queries. For
+# decode, head by head is faster because the kernel does not rearrange the keys for a single row, but only while the
+# CPU's cache holds the keys and values of a sequence: each head reads them again.
 LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 
@@ -184,7 +184,7 @@ class _Scores(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """Tells whether the fused kernel can compute these scores."""
+        """Returns whether the fused kernel can compute these scores."""
         return self.soft_cap == 0 and self.sinks is None
 
     def attend_by_head(

@@ -20,13 +20,13 @@ import torch
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import KEY_AND_VALUE, PageSpec
 
-# Bytes of keys and values in a unit. So few bytes are still in the CPU's cache when they are read again. A longer
-# sequence is a unit alone.
+# Most bytes of keys and values in a unit: so few are still in the CPU's cache when attention reads them after the
+# gathering. A sequence with more bytes is a unit alone.
 GATHER_BYTES_MAX = 8 << 20
-# Up to this many bytes of padding cost less than another call.
+# Most bytes of padding per sequence in a unit: more padding would cost more than another call.
 PADDING_BYTES_MAX = 128 << 10
-# Queries in one call; keys that none of them sees are skipped. Half precision has larger blocks, because each call
-# rearranges all keys.
+# Most queries in one call. A call skips keys that none of its queries sees. Blocks are larger in half precision,
+# because each call rearranges all its keys.
 QUERY_BLOCK, QUERY_BLOCK_HALF = 128, 256
 
 
@@ -90,7 +90,7 @@ def plan_units(
 
 
 def _groups(parts: Sequence[_Part], spec: PageSpec) -> list[list[_Part]]:
-    """Groups parts that may share a unit. In each group the longest comes first."""
+    """Groups parts that may share a unit. In each group the longest part comes first."""
     token_bytes = KEY_AND_VALUE * spec.kv_head_count * spec.head_dim * spec.dtype.itemsize
     groups: list[list[_Part]] = []
     for part in sorted(parts, key=lambda part: (part.query_length, -part.key_count)):

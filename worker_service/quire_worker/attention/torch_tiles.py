@@ -1,10 +1,10 @@
 """Decode on a CPU without copying keys or values: sequences of one query each, in float32 or float64.
 
     scores   sampled_addmm: the product of queries and rows of the pages, computed only where a sparse pattern has an
-             entry. For every query head, the pattern names the rows of the keys that it sees
+             entry. For every query head, the pattern names the rows of the keys that the head sees
     result   embedding_bag: for every query head, the weighted sum of its values' rows
 
-Both kinds of tile read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A
+Both operators read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A
 token's heads are adjacent in its page, so all query heads that share a tile's keys find the keys in the CPU's cache.
 Each tile has its own softmax, and the results are merged over the tiles of a sequence, so sequences of any lengths form
 one batch. The padding of the last tile repeats the sequence's last key and is masked. Any other slot may hold NaN, and
@@ -22,11 +22,11 @@ from torch.nn.functional import embedding_bag
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import PageSpec, rows_of
 
-# Bytes of the keys of a tile, all heads together. Measured with 4/2 heads of 64 and 32/8 heads of 128: shorter tiles
-# cost calls and merging, longer tiles do not fit into the CPU's cache.
+# Bytes of a tile's keys, all heads together. Measured with 4/2 (query/KV) heads of 64 and 32/8 heads of 128 elements:
+# shorter tiles cost calls and merging, longer tiles do not fit into the CPU's cache.
 TILE_BYTES_MAX = 512 << 10
 TILE_TOKENS_MIN = 128
-# Up to this many bytes of keys (sequences times the longest), gathering is faster than setting up a sparse call.
+# Up to this many bytes of keys (sequence count times the longest's), gathering is faster than preparing a sparse call.
 GATHERED_BYTES_MAX = 256 << 10
 PADDING_MAX = 1 / 8  # share of the keys; with more padding, tiles are halved
 DTYPES = (torch.float32, torch.float64)  # dtypes that sampled_addmm supports
@@ -42,7 +42,7 @@ def key_rows(slots: torch.Tensor, spec: PageSpec) -> torch.Tensor:
     `slots` is int64 of any shape. A value's row is `block_size` rows after its key's.
     """
     between = spec.page_stride // spec.row_elements - spec.block_size
-    return slots + slots // spec.block_size * between  # page * (rows from page to page) + index in the page
+    return slots + slots // spec.block_size * between  # page * (rows between page starts) + index in the page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +160,7 @@ def attend_tiles(
     sequences, query_heads, _ = query.shape
     keys = rows_of(pages, head_dim)
     pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
-    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is key i's value; a latent is both
+    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is key i's value; a latent is key and value
     of_tile = tiles.sequence_of_tile
     is_whole = of_tile.shape[0] == sequences
     queries = query if is_whole else query[of_tile]

@@ -2,7 +2,7 @@
 
 Lifecycle of a branch:
 
-    1. named     the branch has an id and tokens; `sample` computes all tokens but the last one
+    1. named     the branch has an id and tokens; `sample` computes all tokens but the last
     2. held      its sample rests: it has a sequence at the allocator, which holds its blocks
     3. dropped   only its tokens are left: running samples needed its blocks, a call failed, or the allocator lost its
                  state. The next call that needs the blocks computes them again, as far as they are not cached
@@ -11,10 +11,10 @@ Lifecycle of a branch:
 Tokens of a branch in state 2:
 
     [0, length - 1)        in pages that the branch holds, or shares with its parent and with its forks
-    [length - 1, length)   the last token. It is computed with the tokens after it, because logits follow from it
+    [length - 1, length)   the last token. A pass computes it together with later tokens, because its logits are needed
 
-One call at a time uses a branch; others wait. The tokens of a call become the branch's when the call succeeds. A call
-that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches do not keep requests from being
+One call at a time uses a branch; other calls wait. The tokens of a call become the branch's when the call succeeds. A
+call that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches do not keep requests from being
 computed (`scheduling/resting.py`). All of this runs on the event loop of the engine.
 """
 
@@ -38,7 +38,7 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.slots import NO_WISH, BranchTask, CacheWish, Scored
 
-BRANCH_COUNT_MAX = 1_024  # limit for one namespace; twice as many for all namespaces together
+BRANCH_COUNT_MAX = 1_024  # most branches of one namespace; all namespaces together may have twice as many
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
 FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
@@ -51,9 +51,9 @@ class Branches:
     """The branches of one engine.
 
     Args:
-        engine: the engine that computes them.
-        count_max: branches that one namespace may have while no other has any. There are twice as many places, and a
-            namespace may have as many as remain free.
+        engine: the engine that computes the branches.
+        count_max: branches that one namespace may have while no other namespace has any. All namespaces together may
+            have twice as many; each namespace may have as many as remain free of these.
         clock: returns the time in seconds.
     """
 
@@ -95,7 +95,7 @@ class Branches:
     async def prefill(
         self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish = NO_WISH
     ) -> tuple[Branch, int]:
-        """Computes a prompt. Returns a branch of it, and the number of cached tokens among its tokens.
+        """Computes a prompt. Returns a branch of the prompt, and the number of its tokens that were cached.
 
         Raises:
             QuireError: LIMIT, there are too many branches; the errors of `Engine.submit`; or the computation failed.
@@ -137,7 +137,7 @@ class Branches:
             return children
 
     async def extend(self, branch: Branch, tokens: Sequence[int], request_id: str) -> int:
-        """Appends tokens to a branch, and computes all but the last one. Returns the number of all its tokens.
+        """Appends tokens to a branch, and computes all but the last. Returns the number of all the branch's tokens.
 
         Raises:
             QuireError: PROMPT_TOO_LONG; the errors of `Engine.submit`; or the computation failed.
@@ -165,7 +165,7 @@ class Branches:
         """Continues a branch: yields a request. The branch keeps the new tokens if the request is read to its end.
 
         Raises:
-            QuireError: PROMPT_TOO_LONG, there is no room for another token; or the errors of `Engine.submit`.
+            QuireError: PROMPT_TOO_LONG, another token would be too many; or the errors of `Engine.submit`.
         """
         asked_s = self._clock()
         async with self._using(branch):
@@ -186,7 +186,7 @@ class Branches:
                 branch.answered = None
 
     async def score(self, branch: Branch, candidates: Sequence[Sequence[int]], request_id: str) -> Scores:
-        """Returns how likely each candidate is after a branch. All are computed together, each on a fork of its own.
+        """Returns how likely each candidate is after a branch. All run together, each on its own fork.
 
         Raises:
             QuireError: PROMPT_TOO_LONG; the errors of `Engine.submit`; or the computation failed.
@@ -225,7 +225,7 @@ class Branches:
         return unknown
 
     async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> int:
-        """Releases branches that the caller may use, each as soon as no call uses it. Returns their number.
+        """Releases branches that the caller may use, each as soon as no call uses it. Returns the number of branches.
 
         Args:
             branch_ids: ids, or their first bytes, as lists have them.
@@ -237,7 +237,7 @@ class Branches:
             if branch is None or not permissions.may_use(branch.namespace):
                 continue
             async with branch.lock:
-                if branch.id in self._branches:  # Another call may have released the branch while this one waited.
+                if branch.id in self._branches:  # Another call may have released the branch while this call waited.
                     if branch.sample is not None:
                         await self._engine.settled(branch.sample)
                     self._end(branch)
@@ -273,7 +273,7 @@ class Branches:
                 self._renew(branch)
 
     async def _compute(self, branch: Branch, tokens: list[int], request_id: str) -> int:
-        """Computes all but the last of some tokens. Returns how many of them were cached.
+        """Computes all of some tokens except the last. Returns how many of the tokens were cached.
 
         The tokens must begin with the branch's tokens.
         """
@@ -298,7 +298,7 @@ class Branches:
         priority: int = 0,
         time_left_s: float | None = None,
     ) -> Request:
-        """Opens a request on the branch's own sample, or on a new one. If it fails, the branch is dropped."""
+        """Opens a request on the branch's own sample, or on a new sample. If this fails, the branch is dropped."""
         engine = self._engine
         request = engine.reception.new_request(
             request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s
@@ -342,7 +342,7 @@ class Branches:
         return branch.sample is not None and branch.sample in self._engine.scheduler.roster.resting
 
     def _check_length(self, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # the sample must have room for one more token
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # leaves capacity for one more token
         if token_count > longest:
             raise QuireError.of(
                 Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens, but at most {longest} fit"
@@ -351,7 +351,7 @@ class Branches:
     # -- branches and their expiry -------------------------------------------------------------------------------------
 
     def _take(self, namespace: str, count: int) -> None:
-        """Takes the places of new branches.
+        """Counts `count` new branches against the limit of their namespace.
 
         Raises:
             QuireError: LIMIT, the namespace may have no more branches.
@@ -362,7 +362,7 @@ class Branches:
             raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
     def _new(self, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish) -> Branch:
-        """Creates a branch in a place that was taken."""
+        """Creates a branch that `_take` has counted."""
         now_s = self._clock()
         branch = Branch(secrets.token_bytes(ID_BYTES), tokens, namespace, ttl_s, now_s, now_s + ttl_s, wish=wish)
         self._branches[branch.id] = branch
@@ -380,7 +380,7 @@ class Branches:
             self._engine.wake.set()
 
     def _sweep(self) -> None:
-        """Ends expired branches, and sets the timer for the next one."""
+        """Ends expired branches, and sets the timer for the next expiry."""
         now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)

@@ -34,18 +34,18 @@ ResultT = TypeVar("ResultT")
 INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
 SECRET_BYTES = 16  # bytes of the random salt of a request that is not stored
-# logprob values in one message, at most 7 bytes each: a prompt's tokens and their likeliest alternatives
+# most logprob values in one message, of a prompt's tokens and their likeliest alternatives; at most 7 bytes each
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
-HELD_LOGPROB_VALUES_MAX = 1 << 21  # logprob values of one request that are held until its end; 16 MiB
+HELD_LOGPROB_VALUES_MAX = 1 << 21  # most logprob values of a request that are held until the request's end; 16 MiB
 HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request together; each text begins with the prompt
-SPELLED_MAX = 1 << 16  # tokens in one call of Detokenize
+SPELLED_MAX = 1 << 16  # most tokens in one call of Detokenize
 
 
 def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: int) -> None:
     """Refuses a request with too many logprobs.
 
-    The prompt may have no more than fit a message. The samples may have no more than the worker keeps until all of
-    them have ended.
+    The prompt may have as many logprobs as fit a message. The samples may have as many as the worker keeps until all
+    samples have ended.
 
     Args:
         sampling: the parameters of the request.
@@ -53,7 +53,7 @@ def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: i
         longest: the most tokens of a sequence.
 
     Raises:
-        QuireError: BAD_PARAMETER, there would be too many.
+        QuireError: BAD_PARAMETER, there would be too many logprobs.
     """
     top_count = sampling.prompt_logprobs
     count = 0 if top_count is None else prompt_token_count * (1 + top_count)
@@ -118,7 +118,7 @@ class Checks:
         self._texts = Texts(engine.tokenizer, trusts_templates=trusts_templates)
 
     async def warm(self) -> None:
-        """Starts the process for conversations before the first one comes."""
+        """Starts the process for conversations before the first conversation comes."""
         await self._texts.warm()
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Checks:
         self._structures.close()
 
     def begin(self, request_id: str) -> str:
-        """Returns the id of a call; a new one if its caller gave none.
+        """Returns the id of a call; a new id if the caller gave none.
 
         Raises:
             QuireError: DRAINING; MALFORMED, the id is too long.
@@ -161,7 +161,7 @@ class Checks:
         if given.WhichOneof("prompt") == "text":
             return given.text
         text = await self._computed(request_id, self._texts.written(prompt))
-        self.check_serving()  # The worker may have begun to drain since then.
+        self.check_serving()  # The worker may have begun to drain during the computation.
         return text
 
     async def continuation(self, given: Given, request_id: str) -> list[int]:
@@ -181,7 +181,7 @@ class Checks:
             tokens = list(given.tokens.ids)
         else:
             tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
-            self.check_serving()  # The worker may have begun to drain since then.
+            self.check_serving()  # The worker may have begun to drain during the computation.
         if not tokens:
             raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token: give at least one")
         self._check_length(name, len(tokens))
@@ -189,7 +189,7 @@ class Checks:
         return tokens
 
     def _check_length(self, name: str, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # the sample must have room for one more token
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # leaves capacity for one more token
         if token_count > longest:
             message = f"the {name} has {token_count} tokens, but model and pool allow at most {longest}"
             raise QuireError.of(Reason.PROMPT_TOO_LONG, message, field=name)
@@ -227,7 +227,7 @@ class Checks:
         return await self._computed("", self._texts.spelled(request))
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
-        """Returns an answer of `size` tokens. A long one is built on a thread, so that other calls do not wait."""
+        """Returns an answer of `size` tokens. A long answer is built on a thread, so that other calls do not wait."""
         return await self._texts.message(make, size)
 
     async def matcher(self, sampling: SamplingParams, namespace: str) -> Matcher | None:

@@ -30,7 +30,7 @@ from quire_worker.scheduling.output import Delivery, FinishReason
 from quire_worker.scheduling.request import Request
 
 PIECE_VALUES_MAX = 1 << 14  # the most logprob values in one message; about 100 KB
-KNOWN_BYTES_MAX = 64  # largest sampling parameters that are cached; larger ones have texts or lists of tokens
+KNOWN_BYTES_MAX = 64  # most bytes of cached sampling parameters; larger parameters hold texts or lists of tokens
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -127,7 +127,7 @@ def _given(message: pb.SamplingParams, name: Any, default: Any) -> Any:
 
 
 def _packed(tokens: Sequence[int]) -> Sequence[int]:
-    """Returns a long list of tokens with 4 bytes each. A tuple takes 40, and waiting requests keep these lists."""
+    """Returns a long list of tokens with 4 bytes each. A tuple takes 40 each; waiting requests keep these lists."""
     return array("I", tokens) if tokens else ()
 
 

@@ -1,4 +1,4 @@
-"""A branch: its tokens, the sample that holds its blocks, how it is listed; and the result of a call on it."""
+"""A branch: its tokens, the sample that holds its blocks, and its entry in lists; also the result of scoring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.slots import NO_WISH, CacheWish
 
 ID_BYTES: Final = 16
-PREFIX_BYTES: Final = 8  # bytes of an id in lists: enough to release a branch, too few to guess the rest
+PREFIX_BYTES: Final = 8  # bytes of a branch's id in lists: enough to release the branch, too few to guess the rest
 
 
 @dataclass(slots=True, eq=False)
@@ -20,9 +20,9 @@ class Branch:
     """One branch. The docstring of `branches` has its lifecycle.
 
     Attributes:
-        since_s: when it was made, by the clock of `Branches`.
-        expires_s: when it ends unless a call names it.
-        sample: the sample that holds its blocks, or held them last.
+        since_s: when the branch was made, by the clock of `Branches`.
+        expires_s: when the branch ends unless a call names it.
+        sample: the sample that holds the branch's blocks, or held them last.
         lock: held by the call that uses the branch.
         wish: what the cache should do with its blocks.
         answered: id and answer of the last call that changed the branch, so that a repeated call gets the same answer.
@@ -40,7 +40,7 @@ class Branch:
     answered: tuple[str, list[Branch]] | None = None
 
     def info(self, now_s: float, *, is_held: bool) -> pb.BranchInfo:
-        """Returns the branch as lists have it. `is_held` tells whether it rests with its blocks."""
+        """Returns the branch's entry in lists. `is_held`: whether the branch rests with its blocks."""
         sample = self.sample
         info = pb.BranchInfo(
             id_prefix=self.id[:PREFIX_BYTES],

@@ -11,7 +11,7 @@ LATE_S: Final = 0.1  # after this delay, the loop counts as having stalled
 
 
 class LoopTimer:
-    """A timer that rings once, at the earliest time that it was set to. `ring` must set it to the next time.
+    """A timer that rings once, at the earliest time that it was set to. `ring` must set the timer to the next time.
 
     A loop can stand still, for example because its process was stopped or the machine is overloaded. Afterwards, timers
     are due, and messages that came in time are still unread. A late timer waits `LATE_S` more, so that these messages

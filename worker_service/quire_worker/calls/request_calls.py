@@ -27,7 +27,7 @@ LISTED_MAX: Final = 4_096
 
 
 class RequestRecords:
-    """Records the requests of one engine: their list, and a log line for each that ends.
+    """Records the requests of one engine: their list, and a log line for each request that ends.
 
     Args:
         engine: the engine; its `on_ended` is set to this object.
@@ -47,7 +47,7 @@ class RequestRecords:
         engine.on_ended = self._note_end
 
     def listed(self, request_id: str, permissions: Permissions, *, with_ended: bool) -> pb.ListRequestsResponse:
-        """Returns the requests in the namespaces that the caller may use. If an id is given, with their stages."""
+        """Returns the requests in the namespaces that the caller may use; with their stages if an id is given."""
         engine = self._engine
         waits = engine.waits()
         found = [info for info in self._ended if with_ended and permissions.may_use(info.namespace)]
@@ -65,7 +65,7 @@ class RequestRecords:
         return response
 
     def cancel(self, request_id: str, permissions: Permissions) -> int:
-        """Cancels the requests with an id, as far as the caller may use them. Returns their number."""
+        """Cancels the requests with an id that the caller may use. Returns the number of these requests."""
         found = [
             request
             for request in self._engine.open_requests
@@ -117,7 +117,7 @@ class RequestRecords:
         self._log.ended(info.request_id, lambda: _line_of(info, finish) | about, error=info.error)
 
     def _traced(self, request: Request) -> str:
-        """Records a request's span. Returns the id of its trace."""
+        """Records a request's span. Returns the id of the request's trace."""
         if not self._tracing.is_on:
             return trace_id_of(request.trace.carried)
         now_s = self._engine.clock()

@@ -55,7 +55,7 @@ def _parts_of(request: Request, ended_s: float) -> list[Done]:
     name, start_s, has_begun = "queue", request.arrived_s, False
     for at_s, event in [*sorted(events), (ended_s, "ended")]:
         if event == Stage.ADMITTED and name != "queue":
-            continue  # Another sample of the same request was admitted.
+            continue  # Another sample of the same request was admitted before.
         if event == Stage.PREEMPTED and name == "queue":
             continue
         parts.append(_part(name, start_s, at_s, request))

@@ -19,12 +19,12 @@ from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullEr
 from quire_worker.sampling.params import Structure
 
 log = structlog.get_logger()
-COMPILE_S_MAX = 10  # limit for one structure, including its wait for others
+COMPILE_S_MAX = 10  # limit for one structure, including its wait for other structures
 LIMITS = JobLimits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 
 class StructureCompiler:
-    """Compiles structures for one model, one at a time for each namespace. For the event loop alone.
+    """Compiles structures for one model, one at a time for each namespace. Only the event loop uses this.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -60,7 +60,7 @@ class StructureCompiler:
                 raise QuireError.of(Reason.BAD_PARAMETER, found["refused"], field=field)
             if "broken" not in found:
                 return await self._threads.run(self._grammars.compile, structure, found["bytes"])
-            log.warning("compiling failed", error=found["broken"])  # llguidance cannot read every tokenizer.
+            log.warning("compiling failed", error=found["broken"])  # One cause: llguidance cannot read some tokenizers.
         except GrammarError as error:
             raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=field) from None
         except GrammarsFullError:

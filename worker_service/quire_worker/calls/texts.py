@@ -1,9 +1,9 @@
 """Computations on callers' texts, outside of the event loop and within limits.
 
-Long texts and long lists of tokens have a thread of their own, so that they hardly delay short ones. Chat templates are
-programs, so they run in a process (`aside/job_processes.py`): short conversations at once, long ones one after another.
-Each thread builds its own answers. As Python numbers, the tokens would take ten times as much memory, and building the
-answer later would need the thread again.
+Long texts and long lists of tokens have a separate thread, so that they hardly delay short texts. Chat templates are
+programs, so they run in a process (`aside/job_processes.py`): short conversations at once, long conversations one after
+another. The thread that computes the tokens also builds the answer from them. As Python numbers, the tokens would take
+ten times as much memory, and building the answer later would need the thread again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 log = structlog.get_logger()
 
 TEXT_BYTES_MAX = 1 << 20
-SHORT_MAX = 16 << 10  # shorter texts, or lists of tokens, take at most a few milliseconds
-# A template that loops over all messages for each message takes 0.1 s for a conversation of this size.
+SHORT_MAX = 16 << 10  # texts and lists of tokens up to this length take at most a few milliseconds
+# Limit of a short conversation: a template that loops over all messages for each message takes 0.1 s for this size.
 SHORT_CONVERSATION_BYTES_MAX = 64 << 10
-WAITING_MAX = 64  # waiting long texts
+WAITING_MAX = 64  # most long texts that wait
 ANSWER_TOKENS_MAX = 16 << 10  # shorter answers are built on the event loop, in at most a few milliseconds
 ResultT = TypeVar("ResultT")
-TEMPLATE_S_MAX = 10  # limit for one conversation, including its wait for others
+TEMPLATE_S_MAX = 10  # limit for one conversation, including its wait for other conversations
 LIMITS = JobLimits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
 
 
 class Texts:
-    """Encodes texts and decodes tokens with one tokenizer, and renders conversations. For the event loop alone.
+    """Encodes texts and decodes tokens with one tokenizer, and renders conversations. Only the event loop uses this.
 
     All methods raise NoTokenizerError if there is no tokenizer, TokenizerError if it fails, and QuireError QUEUE_FULL
     if too many texts wait.

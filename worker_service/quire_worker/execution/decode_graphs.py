@@ -6,7 +6,7 @@ the smallest graph that holds it, padded with empty sequences (`attention.decode
 
     ladder    1 2 4 8 16 24 32 40 ...          11 sequences are computed as 16
 
-    1. captured    at start, the largest size first: smaller ones share its memory
+    1. captured    at start, the largest size first: smaller graphs share its memory
     2. replayed    whenever all chunks of a batch are one token; tokens, positions, slots and page tables are written to
                    the addresses that the captured launches read
 
@@ -33,7 +33,7 @@ from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import PagedStep, run
 
-SIZE_STEP = 8  # step between sizes, from size 8 on; so at most 7 rows of a batch are empty
+SIZE_STEP = 8  # step between the sizes of graphs, from size 8 on; so at most 7 rows of a batch are empty
 
 log = structlog.get_logger()
 Compute: TypeAlias = Callable[[], torch.Tensor]
@@ -52,7 +52,7 @@ class Replay(NamedTuple):
 
 
 class Capture:
-    """Captures computations as CUDA graphs. The graphs share memory, because no two of them run at once."""
+    """Captures computations as CUDA graphs. The graphs share memory, because no two graphs run at once."""
 
     def __init__(self) -> None:
         """Creates the shared memory pool, empty."""
@@ -67,7 +67,7 @@ class Capture:
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            compute()  # The first call creates plans and other objects. The graph must not include creating these.
+            compute()  # This first call creates plans and other objects. The graph must not create any objects.
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

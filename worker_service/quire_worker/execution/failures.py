@@ -46,8 +46,8 @@ GRAMMAR = Failure(
 )
 TOKENIZER = Failure(FailureKind.TOKENIZER, Reason.TOKENIZER_FAILED, "the tokenizer failed on this request")
 
-# torch has an exception class only for the memory of accelerators. The other allocators (torch's for the CPU, C++'s and
-# those inside libraries) are recognized by their messages.
+# torch has an exception class only for the memory of accelerators. Errors of other allocators (torch's for CPUs, C++'s
+# and those inside libraries) are recognized by their messages.
 _SAYS_NO_MEMORY = re.compile(r"DefaultCPUAllocator|std::bad_alloc|out of memory|ALLOC_FAILED", re.IGNORECASE)
 
 

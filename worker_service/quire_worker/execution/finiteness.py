@@ -1,4 +1,4 @@
-"""Flags of the finite rows of logits. Reading them waits for the device, so they are read together with the tokens."""
+"""Flags of the finite rows of logits. Reading the flags waits for the device, so they are read with the tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finiteness:
         return not_finite(parts, flags)
 
     def read(self) -> list[Part]:
-        """Reads the flags that no token was read with (prompt parts). Returns the parts that are not finite."""
+        """Reads the flags of prompt parts, which have no tokens to read. Returns the parts that are not finite."""
         flags = self.unread()
         return [] if flags is None else self.take(flags.tolist())
 

@@ -1,7 +1,7 @@
 """One thread that runs the items of a queue in order.
 
 An executor of `concurrent.futures` would create a future, a condition and a semaphore for each item. Creating these
-costs time between two passes. The results of a pass reach the event loop by another way (`model_thread.py`).
+costs time between two passes. The results of a pass reach the event loop through a pipe (`model_thread.py`).
 """
 
 from __future__ import annotations

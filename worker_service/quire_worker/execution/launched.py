@@ -1,8 +1,7 @@
-"""Passes that are launched without waiting for their results, so that a GPU computes one after the other without a
-pause.
+"""Passes that are launched without waiting for their results, so that a GPU computes them without a pause in between.
 
 A pass that samples only the likeliest tokens needs nothing from the previous pass but its tokens, and these are already
-on the device. So the next pass is launched after the current one, before the host has read the tokens:
+on the device. So the next pass is launched right after the current pass, before the host has read the tokens:
 
     model's thread    launch 1 | launch 2                | launch 3
     device              |  pass 1              |  pass 2              |  pass 3
@@ -81,7 +80,7 @@ class Launched:
         Args:
             parts: the parts of the pass, one for each token.
             tokens: see the class.
-            before: the previous pass, if it was not settled when this one was launched.
+            before: the previous pass, if it was not settled when this pass was launched.
         """
         self.tokens = tokens
         self.left_out: frozenset[Request] = frozenset()

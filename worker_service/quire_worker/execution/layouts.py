@@ -4,7 +4,7 @@ While all samples decode, two consecutive batches differ by one position, one ke
 layout takes most of the event loop's turn, and holds the interpreter lock, which the model's thread needs too.
 
 While the allocator is asked for a batch's blocks, the rest of that batch is laid out (`sketch`). When the blocks
-arrive, completing the layout takes a quarter of the time of a new one.
+arrive, completing the layout takes a quarter of the time of a new layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rank 0's side of a tensor-parallel crew: every rank runs the passes and copies of rank 0.
 
 The engine knows nothing of ranks. Its model (`LeadingModel`) sends each pass and copy to the other ranks before running
-it, in order. A pass that fails on one rank fails on all of them (`Crew.together`), so a retry has the same parts on
+it, in order. A pass that fails on one rank fails on all ranks (`Crew.together`), so a retry has the same parts on
 every rank.
 """
 
@@ -34,8 +34,8 @@ class Order(enum.IntEnum):
     """An order of rank 0 to the other ranks."""
 
     WAIT = 0  # nothing to compute
-    FORWARD = 1  # compute a pass; its value is a `ForwardBatch`
-    COPY = 2  # copy blocks; its value is sources and destinations
+    FORWARD = 1  # compute a pass; the order's value is a `ForwardBatch`
+    COPY = 2  # copy blocks; the order's value is sources and destinations
     STOP = 3
 
 
@@ -44,7 +44,7 @@ class Leader:
     it lives.
 
     Attributes:
-        size: number of ranks, including this one.
+        size: number of ranks, including rank 0.
     """
 
     def __init__(self, crew: Crew, *, silence_s: float, on_lost: Callable[[str], None]) -> None:

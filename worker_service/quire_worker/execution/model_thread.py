@@ -1,22 +1,22 @@
 """The thread that the model runs on, and how it tells the event loop that a pass is done.
 
-Both threads need the interpreter lock. The event loop needs it for half a millisecond a turn, to hand out tokens and to
-lay out the pass after the next one. The model's thread needs it between the kernels of two passes. So the event loop
-should hold the lock while kernels run. Between two passes it would delay the kernels:
+Both threads need the interpreter lock. The event loop needs the lock for half a millisecond a turn, to hand out tokens
+and to lay out the pass after the next pass. The model's thread needs the lock between the kernels of two passes. So the
+event loop should hold the lock while kernels run. Between two passes, the event loop would delay the kernels:
 
     model's thread   |  kernels of pass 1   | tokens of 1, begin 2 |  kernels of pass 2
     event loop         hand out 0, lay out 2                         hand out 1, lay out 3
 
-So the end of a pass is reported when the kernels of the next one begin (`before_kernels`). The model's thread keeps the
-lock while it writes to the pipe. If the model's thread released the lock, even for a system call or to destroy a
+So the end of a pass is reported when the kernels of the next pass begin (`before_kernels`). The model's thread keeps
+the lock while it writes to the pipe. If the model's thread released the lock, even for a system call or to destroy a
 tensor, it would wait until the event loop has finished its turn.
 
 Two exceptions make first tokens fast. When a pass is submitted to an idle thread, the event loop lets its kernels begin
 before it plans the next pass (`begun`). After a pass that brought only first tokens, the model's thread waits until the
 event loop has sent them (`go_on`).
 
-A pass that was only launched on a GPU (`launched.py`) is finished by another thread, the reader. This thread takes the
-passes in order, and reports each to the event loop at once.
+Another thread, the reader, finishes the passes that were only launched on a GPU (`launched.py`). The reader takes these
+passes in order, and reports each pass to the event loop at once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from quire_worker.execution.parts import Computed
 from quire_worker.execution.prepared import Later, PlainTokens, Prepared
 from quire_worker.scheduling.plan import Work
 
-# Computes a batch. The function calls its second argument right before its kernels, if one call runs most of them.
+# A function that computes a batch. If one call runs most of the kernels, the function calls its second argument right
+# before that call.
 Result: TypeAlias = Computed | PlainTokens
 Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result | Later]
 
-GIVES_WAY_S = 0.001  # longest wait for `go_on`; the event loop sends first tokens in a third of it
+GIVES_WAY_S = 0.001  # longest wait for `go_on`; the event loop needs a third of this time to send first tokens
 
-# The C library's `write`. PyDLL keeps the interpreter lock during the call; the pipe is non-blocking.
+# The C library's `write`. PyDLL holds the interpreter lock during the call, which is short: the pipe is non-blocking.
 _write = ctypes.PyDLL(None).write
 _write.argtypes, _write.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_ssize_t
 
@@ -71,18 +72,18 @@ class ModelThread:
     3. close     waits for the passes under way; their results are no longer delivered
 
     Args:
-        lane: a lane that others may share; `close` closes it. If None, the object starts its own.
+        lane: a lane that other engines may share; `close` closes it. If None, the object starts its own lane.
     """
 
     def __init__(self, lane: Lane | None = None) -> None:
         self._lane = lane or Lane("model")
-        self._reader: Lane | None = None  # the thread that finishes launched passes; started for the first of them
+        self._reader: Lane | None = None  # the thread that finishes launched passes; the first such pass starts it
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
         # Only the model's thread uses these two flags.
         self._is_owed = False  # the event loop must be notified, and has not been yet
         self._has_kernels = False  # the pass under way has called `before_kernels`
-        self._announces_kernels = False  # the last pass called `before_kernels`, so the next one will, too
+        self._announces_kernels = False  # the last pass called `before_kernels`, so the next pass will, too
         # Set when a pass calls `before_kernels` or ends, if the thread was idle at its submission.
         self._begun: asyncio.Future[None] | None = None
         self._may_go_on = threading.Event()
@@ -90,7 +91,7 @@ class ModelThread:
         self._read_end = self._write_end = -1
 
     def submit(self, compute: Compute, prepared: Prepared) -> asyncio.Future[Result]:
-        """Queues a pass behind the earlier ones. The future gets its result or its exception."""
+        """Queues a pass behind the earlier passes. The future gets its result or its exception."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._read_end, self._write_end = os.pipe()
@@ -105,7 +106,7 @@ class ModelThread:
         return future
 
     async def begun(self) -> None:
-        """Waits until the kernels run of a pass that was submitted to an idle thread.
+        """Waits until the kernels of the submitted pass run, if the thread was idle at its submission.
 
         If the previous pass did not call `before_kernels`, this method only yields to the event loop once.
         """
@@ -136,7 +137,7 @@ class ModelThread:
     def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Result]) -> None:
         self._begun_count += 1
         self._has_kernels = False
-        self._is_owed |= not prepared.is_behind  # the event loop may wait in `begun`
+        self._is_owed |= not prepared.is_behind  # the event loop may be waiting in `begun` for a notice
         if future.cancelled():
             self._tell()
             return

@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     @property
     def needs_all_logits(self) -> bool:
-        """Returns whether the logits after each of its tokens are wanted."""
+        """Returns whether the logits after each token of the part are needed."""
         scored = self.sample.scored
         if scored is not None:
             return self.start + len(self.tokens) >= scored.start
@@ -88,7 +88,7 @@ class Part(NamedTuple):
 
     @property
     def row_count(self) -> int:
-        """Returns the number of its rows of logits."""
+        """Returns the number of the part's rows of logits."""
         return len(self.tokens) if self.needs_all_logits or self.draft else 1
 
     def without_draft(self) -> Part:
@@ -176,7 +176,7 @@ class Computed(NamedTuple):
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
-    """Returns both halves; None for fewer than two items."""
+    """Returns the two halves of a sequence; None for fewer than two items."""
     middle = len(items) // 2
     return (items[:middle], items[middle:]) if middle else None
 
@@ -249,7 +249,7 @@ def rows_of(places: Sequence[Row]) -> torch.Tensor:
 
 
 def token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
-    """Returns both halves of the parts' tokens. The middle part is cut in two. None for fewer than two tokens."""
+    """Divides the parts' tokens into two halves. The middle part is cut in two. None for fewer than two tokens."""
     middle = sum(len(part.tokens) for part in parts) // 2
     if not middle:
         return None

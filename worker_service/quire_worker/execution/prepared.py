@@ -1,7 +1,7 @@
-"""A batch for the model's thread, with everything worked out that can be known before it is computed.
+"""A batch for the model's thread, with all that can be worked out before the pass.
 
-Between two passes, that thread does only work that needs the tokens of the previous pass. Most passes want only the
-likeliest token after each part (`is_plain`). The result is short (`PlainTokens`); the event loop expands it.
+Between two passes, the model's thread does only work that needs the tokens of the previous pass. Most passes want only
+the likeliest token after each part (`is_plain`). Their result is short (`PlainTokens`); the event loop expands it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Prepared(NamedTuple):
         restores: pages to be copied from host memory.
         parts: parts of the forward pass. A token that the previous batch has yet to sample is 0.
         awaiting: the parts that need a token of the previous batch.
-        layout: layout of all parts on the host. None if building it failed; the run then builds it again, in halves
-            if necessary.
+        layout: layout of all parts on the host. None if building the layout failed; the run then builds it again, in
+            halves if necessary.
         ids: the layout's `input_ids` as NumPy, in the same memory; the model's thread writes it without calling torch.
-        is_behind: whether it was planned while the previous batch was under way.
+        is_behind: whether the batch was planned while the previous batch was under way.
         is_greedy: whether every part takes the likeliest token if masks allow it.
         has_masks: whether some of these tokens must be checked against a mask.
         is_plain: greedy, with no copies or swaps before the forward pass, and without a draft model.
@@ -65,7 +65,7 @@ class Later(NamedTuple):
 
 
 class PlainTokens(NamedTuple):
-    """Result of an `is_plain` batch with finite logits: the likeliest token of each draw. Masks allow all of them."""
+    """Result of an `is_plain` batch with finite logits: the likeliest token of each draw. Masks allow these tokens."""
 
     prepared: Prepared
     token_ids: list[int]

@@ -5,8 +5,8 @@
                 are halved, so that prompts are cut as well, down to one token
     logits      checked for every chunk, even if no token is sampled after it: through attention the chunk's last token
                 depends on all its keys and values, and blocks that hold NaN must not be published
-    sampling    all at once; if that fails, in halves. Where the device has a kernel for both, the check of the logits
-                finds the likeliest tokens, too
+    sampling    all at once; if that fails, in halves. If the device has a kernel that does both, the check of the
+                logits finds the likeliest tokens, too
 
 Most passes are greedy and finite. Such passes take a short path that records nothing per part.
 
@@ -91,9 +91,9 @@ class Run:
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
-        self.before_kernels: Callable[[], None] | None = None  # argument of `PagedModel.forward`
+        self.before_kernels: Callable[[], None] | None = None  # passed to `PagedModel.forward`
         self._drafts: dict[Sample, tuple[int, ...]] = {}
-        self._left_out: set[Request] = set()  # failed in the previous batch; the engine learns this from that batch
+        self._left_out: set[Request] = set()  # failed in the previous batch, whose result reports them
         self._finiteness = Finiteness()
         self._rows: dict[Sample, Row] = {}  # the logits after each sample's last token
         self.likeliest: list[int] | None = None  # the token after each part, if the batch took the short path
@@ -282,14 +282,14 @@ class Run:
             if short is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache, self.before_kernels)
             else:
-                logits = short.clone()  # a later half of this batch may use the shortcut and overwrite them
+                logits = short.clone()  # a later half of this batch may use the shortcut, which overwrites its logits
             likeliest, flags = self._model.attention.look(logits) or NOT_LOOKED
             if is_greedy and likeliest is not None and flags is not None and 0 not in flags:
                 samplers = [part.sample.sampler for part in parts] if has_masks else []
                 if not has_masks or have_taken(samplers, likeliest, logits.shape[1]):
                     self.likeliest = likeliest
                     return None
-                likeliest = None  # `_known` would only check the same masks again
+                likeliest = None  # `have_taken` refused these tokens, and `_known` would ask it again
             may_wait = all(part.may_wait for part in parts)
             unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:

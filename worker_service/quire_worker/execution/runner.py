@@ -1,10 +1,10 @@
-"""The batches of one engine, in order. Each batch is a `Run`, prepared while the previous one is computed.
+"""The batches of one engine, in order. Each batch is a `Run`, prepared while the previous batch is computed.
 
-The next batch waits behind this one in the queue of the model's thread. The model's thread writes this batch's tokens
+The next batch waits behind this batch in the queue of the model's thread. The model's thread writes this batch's tokens
 into the next batch, because the event loop does not know them yet. Requests that fail in this batch are left out of the
 next.
 
-A draft model (`speculation/drafter.py`) reads the tokens of each batch at its end, and proposes the next ones.
+A draft model (`speculation/drafter.py`) reads the tokens of each batch at its end, and proposes the next tokens.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Runner:
             Part(sample, sample.computed, sample.tokens[sample.computed : sample.computed + token_count], [])
             for sample, token_count in wanted
         ]
-        with contextlib.suppress(Exception):  # `Run.forward` raises it again, and finds the request that causes it
+        with contextlib.suppress(Exception):  # `Run.forward` fails again, and finds the request that causes it
             self._layouts.sketch(parts)
 
     def compute(
@@ -188,7 +188,7 @@ class Runner:
         )
 
     def _launch(self, prepared: Prepared, started_s: float) -> Later | None:
-        """Launches a plain batch behind the previous one. Returns None if it cannot, or if the previous one failed."""
+        """Launches a plain batch behind the previous batch. Returns None if this is impossible or that batch failed."""
         run, before, to_come = prepared.run, self._before, None
         if prepared.layout is None:
             return None

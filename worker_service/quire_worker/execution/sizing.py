@@ -5,7 +5,7 @@
                                                                     once the model is loaded, at most the useful maximum
     block_count = free // bytes of a block
 
-`used` is all memory in use on the device, by this process and others. `current` is torch's allocated share of it.
+`used` is all memory in use on the device, by this process and others. `current` is torch's allocated share of `used`.
 `peak` is torch's largest allocation while the largest batch was computed, so the temporary memory of a pass counts as
 used.
 
@@ -30,7 +30,7 @@ from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
 _STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profiling pass; the pass holds two copies
-SMALL_BYTES = 256 << 20  # a pool on a CPU may have this much even if its samples need less
+SMALL_BYTES = 256 << 20  # a pool on a CPU may take this much memory even if its samples need less
 CPU_SHARE = Fraction(1, 2)  # default share of the available memory, for a pool on a CPU
 _MORE_ROOM = {  # the advice if a pool is too small, by the option that set its size
     "--blocks": "raise --blocks",
@@ -145,7 +145,7 @@ def longest_sequence(model: PagedModel, cache: KVCache, options: argparse.Namesp
     Logs a warning if that is less than the model's context.
 
     Raises:
-        UsageError: it is less than --max-model-len, a length that callers rely on.
+        UsageError: this length is less than --max-model-len, a length that callers rely on.
     """
     held = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     if held >= model.max_position:
@@ -183,7 +183,7 @@ def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.c
 
 
 def profiled_sequences(spec: CacheSpec, running_max: int, free_bytes: int) -> int:
-    """Returns the number of sequences of a profiling pass: `running_max`, or fewer if their states take too much.
+    """Returns the number of sequences of a profiling pass: `running_max`, or fewer if the states take too much.
 
     A pass holds the states twice: in pages, and in the tensors that the layers return.
     """
@@ -198,7 +198,7 @@ def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> in
     pages = KVCache(spec, block_count, device=model.device)
     chunks = [Chunk([0] * length, 0, own, needs_logits=True) for length, own in zip(lengths, tables, strict=True)]
     logits = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), pages)
-    torch.stack(list(logits)).softmax(1)  # The sampler will allocate the same amount.
+    torch.stack(list(logits)).softmax(1)  # The peak must include the sampler's memory, and this is the same amount.
     return pages.pool_bytes
 
 

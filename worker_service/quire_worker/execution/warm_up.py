@@ -16,13 +16,14 @@ from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.params import SamplingParams
 
-# Tokens of a single sequence. The block size depends on the mean number of rows, which is tokens times query heads per
-# KV head. The tokens double from step to step, so every block size occurs, for any number of heads.
+# Token counts of the steps with a single sequence. The kernel's block size depends on the mean number of rows per
+# sequence: tokens times query heads per KV head. The counts double from step to step, so every block size occurs, for
+# any number of heads.
 LADDER = (2, 4, 8, 16, 32, 64, 128)
-# Sequences that decode together with a chunk of two tokens. 66 queries for 65 sequences are 1.02 each, so the block
-# size is the same as for decode, even with 64 query heads per KV head.
+# Number of sequences that decode beside a chunk of two tokens. These 65 sequences have 66 queries, a mean of 1.02, so
+# the block size is the same as for decode, even with 64 query heads per KV head.
 COMPANY = 64
-SCRATCH_BYTES = 2 << 30  # limit of the scratch pages; at least `COMPANY_MIN` sequences run even beyond it
+SCRATCH_BYTES = 2 << 30  # limit of the scratch pages; at least `COMPANY_MIN` sequences run even beyond this limit
 COMPANY_MIN = 3
 
 

@@ -11,5 +11,5 @@ So the worker watches its own pool and adds the tokens:
 `published_index` is pure and combines both kinds of items. `publisher` is a thread with the sockets and the index.
 `pool_follower` runs on the worker's event loop and never waits for the thread: it drops and counts what does not fit
 the queue. After a dropped event of the allocator, the watch begins again with a snapshot, so no reader keeps a block
-that is gone. After dropped tokens, their blocks stay unpublished, and are counted.
+that is gone. If tokens are dropped, the blocks with these tokens stay unpublished, and are counted.
 """

@@ -43,12 +43,12 @@ class Follower:
         self.publisher = publisher
         self._allocator, self._pool, self._roster = allocator, pool, roster
         self._watching: asyncio.Task[None] | None = None
-        self._events: AsyncEventStream | None = None  # the watch, while there is one
+        self._events: AsyncEventStream | None = None  # the events of the open watch, if there is one
         self._ended_s = time.monotonic()  # when the last watch ended
 
     def lag_s(self) -> float:
-        """Returns how late events are: the age of the oldest unpublished one, or how long the allocator's next message
-        has been overdue. The thread of the metrics server calls this."""
+        """Returns the delay of events: the age of the oldest unpublished event, or how long the next message of
+        the allocator has been overdue. The thread of the metrics server calls this."""
         events = self._events
         silent_s = time.monotonic() - self._ended_s if events is None else events.age_s
         return max(self.publisher.lag_s, silent_s - WATCH_BEAT_S, 0.0)
@@ -63,7 +63,7 @@ class Follower:
 
     def note(self, sample: Sample, first: int, end: int) -> None:
         """Notes the tokens of the full blocks `[first, end)` of a sample that are about to be committed. Blocks that a
-        request hides from others are left out."""
+        request hides from other requests are left out."""
         if sample.hidden_from is not None:
             end = min(end, sample.hidden_from)
         if first >= end:
@@ -96,7 +96,7 @@ class Follower:
                     await self._watch_once()
                     pause_s = PAUSE_S
             except NotFoundError:
-                pass  # the allocator is new, and the session has not attached yet
+                pass  # a new allocator has no pool until the session attaches
             except QuireError as error:
                 log.warning("cannot watch the pool; KV events are late", error=error.message, reason=error.reason)
             await asyncio.sleep(pause_s)

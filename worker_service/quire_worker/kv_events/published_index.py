@@ -22,11 +22,11 @@ class Filled(NamedTuple):
     """Consecutive full blocks of one sample that are about to be committed.
 
     Attributes:
-        parent: digest of the block before the first one; empty at the start of the prompt.
+        parent: digest of the block before the first of these blocks; empty at the start of the prompt.
         digests: one per block.
         tokens: the tokens of all these blocks.
         lora_name: the sample's adapter, if it has one.
-        salts: what else its digests depend on: its namespace and its cache salt, each only if it is not empty.
+        salts: what else the digests depend on: the namespace and the cache salt, each only if it is not empty.
     """
 
     parent: bytes
@@ -71,7 +71,7 @@ class Index:
             parent = digest
 
     def apply(self, event: CacheEvent) -> list[Event]:
-        """Applies the allocator's next event. Returns what is to be published."""
+        """Applies the allocator's next event. Returns the events to publish."""
         match event:
             case IndexCleared():
                 self._orphans = {}
@@ -95,7 +95,7 @@ class Index:
         return [AllBlocksCleared()]
 
     def snapshot(self) -> list[Event]:
-        """Returns events that lead a reader from any state to this one."""
+        """Returns events that lead a reader from any state to the present state."""
         return [AllBlocksCleared(), *self._published(list(self._stored))]
 
     def check_invariants(self) -> None:

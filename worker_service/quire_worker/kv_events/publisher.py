@@ -2,12 +2,12 @@
 
 Lifecycle:
     1. bound     both sockets have addresses
-    2. running   items of the queue become numbered messages; the last ones are kept
+    2. running   items of the queue become numbered messages; the last messages are kept
     3. closed    a last message says that all blocks are gone, and the sockets end
 
-A message is [topic, number as 8 bytes, payload], numbered from 0. A reader that missed some sends the first number that
-it lacks, behind an empty frame, and gets [b"", topic, number, payload] each, then one with the number -1. If the kept
-messages do not reach back so far, the answer is one message: the whole index, under the number of the last message.
+A message is [topic, number as 8 bytes, payload], numbered from 0. A reader that missed messages sends the first missing
+number, behind an empty frame. It gets each message as [b"", topic, number, payload], then a message with the number -1.
+If the kept messages do not reach back so far, the answer is one message: the whole index, under the last number.
 A slow reader never slows the worker: ZeroMQ drops its messages, and the reader sees a gap in the numbers.
 """
 
@@ -30,12 +30,12 @@ from quire_worker.kv_events.wire import Event, EventBatch
 
 log = structlog.get_logger()
 
-KEPT_MAX = 10_000  # messages for replay
-QUEUE_MAX = 100_000  # items that may wait for the thread
+KEPT_MAX = 10_000  # most messages that are kept for replays
+QUEUE_MAX = 100_000  # most items that wait for the publishing thread
 ITEMS_MAX = 256  # most items in one message
-POLL_S = 0.05  # how long a replay may wait
+POLL_S = 0.05  # seconds to wait for an item; a replay may wait as long
 LINGER_MS = 500
-SEND_MAX = 100_000  # messages that may wait for a slow reader; further ones are dropped
+SEND_MAX = 100_000  # most messages that wait for a slow reader; further messages are dropped
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -43,7 +43,7 @@ class Publisher:
     """Publishes from a thread of its own.
 
     Args:
-        index: the index of the pool's blocks. The thread owns it.
+        index: the index of the pool's blocks. Only the publishing thread uses it.
         address: where to publish, as tcp://host:port; port 0 takes any free one.
         replay_address: where to answer readers that missed messages; None: nowhere.
         topic: first part of each message.
@@ -103,7 +103,7 @@ class Publisher:
 
     @property
     def is_behind(self) -> bool:
-        """Tells whether more than half of the queue is taken."""
+        """Returns whether more than half of the queue is taken."""
         return self._items.qsize() * 2 > self._items.maxsize
 
     @property
@@ -120,7 +120,7 @@ class Publisher:
         self._thread.start()
 
     def offer(self, item: Filled | CacheEvent) -> bool:
-        """Queues an item without waiting. Returns False, and counts it, if there is no room."""
+        """Queues an item without waiting. Returns False if the queue is full, and counts the item as dropped."""
         try:
             self._items.put_nowait((self._clock(), item))
         except queue.Full:

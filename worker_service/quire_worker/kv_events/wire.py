@@ -1,13 +1,13 @@
 """Events as vLLM 0.24 and later encode them: msgpack maps with a `type`, in an array of time, events and rank.
 
-Only the fields that readers need are sent. vLLM's readers take the defaults of the others.
+Only the fields that readers need are sent. vLLM's readers take the defaults of the other fields.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-MEDIUM = "GPU"  # vLLM's name of the tier that passes read, whatever the device
+MEDIUM = "GPU"  # vLLM's name for the memory that passes read, on every kind of device
 KIND = "full_attention"
 
 
@@ -16,14 +16,14 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     Attributes:
         block_hashes: one per block; see `block_hash`.
-        parent_block_hash: of the block before the first one; None at the start of a prompt.
+        parent_block_hash: hash of the block before the first of these blocks; None at the start of a prompt.
         token_ids: the tokens of all these blocks.
         block_size: tokens per block.
         lora_id: always None; readers use the name.
         medium: the tier.
         lora_name: the adapter of the prefix.
-        extra_keys: for each block, what its hash depends on besides tokens, in the form that vLLM gives it: the adapter
-            in each block, and the cache salt in the first one; see `published_index.keys_of`.
+        extra_keys: for each block, what its hash depends on besides tokens, in vLLM's form: the adapter in each block,
+            and the cache salt in the first block; see `published_index.keys_of`.
         group_idx: number of the group among those that are published, so always 0.
         kv_cache_spec_kind: kind of the group's attention.
     """
@@ -64,5 +64,5 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def block_hash(digest: bytes) -> int:
-    """Returns a digest as vLLM publishes its own by default: the last 64 bits as a number."""
+    """Returns a digest in vLLM's default form for published hashes: the last 64 bits as a number."""
     return int.from_bytes(digest[-8:], "big")

@@ -11,7 +11,7 @@ chunk reads are left out. This is possible because queries and keys are rotated 
 from the end. Examples with blocks of 16 tokens:
 
     sliding window of 20     B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
-    attention chunks of 16   C starts one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
+    attention chunks of 16   C begins one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
 
 A group of recurrent states has one block per sequence, the running block, whatever the length.
 """
@@ -64,7 +64,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
-    logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch that need logits after them
+    logits_index: torch.Tensor  # int64 [rows], the tokens of the flat batch whose next-token logits are needed
     lengths: torch.Tensor  # int64 [tokens] on the host, the length that each token is rotated for (`rotary.py`)
     attention: tuple[AttentionBatch, ...]  # one layout for each group of attention
     spans: torch.Tensor  # int64 [3, chunks] on the host: first position, number of tokens, `begun_with`
@@ -258,7 +258,7 @@ def _spans(group: GroupSpec, starts: np.ndarray, stops: np.ndarray) -> _Spans:
         if group.kind is GroupKind.SLIDING_WINDOW:
             first = np.maximum(0, starts - group.window + 1) // group.block_size * group.block_size
         return _Spans(np.arange(len(starts)), starts, stops, first)
-    counts = (stops - 1) // group.window - starts // group.window + 1  # spans in each chunk: crossed edges plus one
+    counts = (stops - 1) // group.window - starts // group.window + 1  # spans in each chunk: crossed edges plus 1
     chunk = np.repeat(np.arange(len(starts)), counts)
     number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = (starts[chunk] // group.window + number) * group.window

@@ -74,7 +74,7 @@ def configuration_of(folder: Path) -> Any:
 
 
 def _check_layer_count(folder: Path) -> None:
-    """Refuses a configuration with more layers than any model has, because transformers would build a list of them.
+    """Refuses a configuration with more layers than any model has: transformers would build a list of all layers.
 
     Raises:
         CheckpointError: the configuration has more than `LAYERS_MAX` layers.

@@ -1,7 +1,7 @@
 """Finds out in which form a chat template takes the contents of messages: as one text, or as a list of parts.
 
-A template that loops over parts ignores a text, and the model would answer without what a message says. So a template
-is tried with a text that no template contains, in place of the contents of one role:
+A template that loops over parts ignores a text, and the model would not see the message. So a template is tried with a
+text that no template contains, in place of the contents of one role:
 
     1. alone    in a short conversation that most templates accept
     2. inside   in the caller's conversation, if the template wrote neither form: it may need tools, variables, a
@@ -16,8 +16,8 @@ from typing import Any, Final, TypeAlias
 Message: TypeAlias = dict[str, Any]
 Render: TypeAlias = Callable[[list[Message]], str]
 
-_PROBE: Final = "719402683"  # digits, because templates may change the case of letters, or replace some
-# The roles before and after a message of each role in a conversation that most templates accept.
+_PROBE: Final = "719402683"  # digits, because templates may change the case of letters, or replace some letters
+# For each role, the roles of the messages before and after it in a conversation that most templates accept.
 _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "user": ((), ()),
     "system": ((), ("user",)),
@@ -68,14 +68,14 @@ def _takes_parts(role: str, messages: Sequence[Message], render: Render, render_
     alone: list[Message] = [{"role": each, "content": "x"} for each in (*before, role, *after)]
     for tried, rendered in ((alone, render_bare), (alone, render), (messages, render)):
         for is_parts in (False, True):
-            # The other roles may have the same form, or the other one.
+            # The contents of the other roles may have the same form as this role's, or the other form.
             if any(_writes(tried, role, is_parts, others, rendered) for others in (is_parts, not is_parts)):
                 return is_parts
     return False
 
 
 def _writes(messages: Sequence[Message], role: str, is_parts: bool, are_others_parts: bool, render: Render) -> bool:
-    """Returns whether the template writes contents of a role in a form, beside contents of others in a form."""
+    """Returns whether the template writes a role's contents in one form, beside other roles' contents in a form."""
     forms: dict[bool, Any] = {}
     for is_probed, in_parts in ((True, is_parts), (False, are_others_parts)):
         text = _PROBE if is_probed else "x"

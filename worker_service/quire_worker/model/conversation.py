@@ -28,11 +28,11 @@ TOKENIZER_OPTIONS: Final = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "sanitize_control_tokens"}
 )
-MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square of this length
+MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square of the message count
 TOOL_COUNT_MAX: Final = 4_096
 DEPTH_MAX: Final = 100  # deepest nesting of arrays and objects, so that no recursion reaches Python's limit
 SIGN: Final = "\U0010fff0"  # a private-use character that marks where `sign` cuts a text
-JOINED_MAX: Final = 3  # characters of a special token that a template may write before or behind a text
+JOINED_MAX: Final = 3  # most characters of a special token that a template may write before or behind a text
 # A template may write a special token of each of these roles, as in `'<|' + role + '|>'`.
 KNOWN_ROLES: Final = frozenset(
     {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "environment", "observation"}
@@ -118,7 +118,7 @@ def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
 
 
 class _Special:
-    """Names of special tokens, and the pieces of them that a template could join to a whole one."""
+    """Names of special tokens, and the pieces of names that a template could join to a whole name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         ordered = sorted(names, key=len, reverse=True)
@@ -139,10 +139,10 @@ def _special_of(names: tuple[str, ...]) -> _Special:
 
 
 def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
-    """Inserts `SIGN` into every special token's name in the conversation's texts and names, and into pieces of one.
+    """Inserts `SIGN` into special tokens' names, and pieces of such names, in the conversation's texts and names.
 
-    So the parts between signs never spell a special token, whatever a template does to the texts. It may join texts,
-    and put up to `JOINED_MAX` characters around one.
+    So the parts between signs never spell a special token, whatever a template does to the texts. A template may join
+    texts, and put up to `JOINED_MAX` characters around a text.
     """
     names = [name for name in special if len(name) > 1]
     if not names:
@@ -170,7 +170,7 @@ def _signed(value: Any, special: _Special) -> Any:
 
 def _signed_text(value: str, special: _Special) -> str:
     text, count = value.replace(SIGN, ""), 1
-    while count:  # Names may overlap: a name that was cut may contain another one.
+    while count:  # Names may overlap: cutting one name may leave another name whole.
         text, count = special.whole.subn(lambda found: f"{found[0][0]}{SIGN}{found[0][1:]}", text)
     stripped = text.strip()  # A template may strip texts.
     if any(stripped[-size:] in special.beginnings for size in special.sizes):
@@ -253,7 +253,7 @@ class ChatTemplate:
     def _rendered(self, source: str, conversation: Conversation) -> str:
         try:
             return self._written(source, conversation)
-        except TypeError:  # some templates concatenate a call's arguments with a text
+        except TypeError:  # some templates concatenate a call's arguments with a text: retry with arguments as text
             messages = [_with_written_arguments(message) for message in conversation.messages]
             return self._written(source, conversation._replace(messages=messages))
 

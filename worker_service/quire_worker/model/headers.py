@@ -3,7 +3,7 @@
     uint64 length of the header | JSON: name -> dtype, shape, [begin, end) in the data | data
 
 This module refuses a truncated file, and a header that does not fit its data. The error names the file and the tensor.
-The safetensors library would name neither, or would read a tensor from the wrong bytes.
+The safetensors library would not name them, or would read a tensor from the wrong bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scales of keys and values in a checkpoint: small tensors in the files of weights.
 
     model.layers.3.self_attn.k_scale        also ...attn.k_scale and ...k_proj.k_scale, and v for k
-    model.layers.3.self_attn.kv_scale       one for both
+    model.layers.3.self_attn.kv_scale       one scale for keys and values
     model.layers.3.self_attn.k_proj.output_scale        saved by compressed-tensors and Quark, and v for k
 
 The pages hold `key / k_scale`. A layer without a scale in the checkpoint has scale 1.
@@ -19,7 +19,7 @@ from quire_worker.model.checkpoint import CheckpointError, weight_files
 from quire_worker.page_format import Scales
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(kv|k|v)_scale|(k|v)_proj\.output_scale)$")
-SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # transformers does not read these
+SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # names that transformers ignores
 
 
 def read_scales(folder: Path) -> dict[int, Scales]:

@@ -8,8 +8,8 @@ Pages hold `c` and then `r`, and no keys of single heads. Instead, queries are p
 
     q_h . k_h = (W_h^K)^T q_h . c        sum of p v_h = W_h^V (sum of p c)
 
-This is multi-query attention with one KV head of `rank + rope dims` elements. Its values are the first `rank` elements
-of its keys.
+This is multi-query attention with one KV head of `rank + rope dims` elements. The values are the first `rank` elements
+of the keys.
 """
 
 from __future__ import annotations

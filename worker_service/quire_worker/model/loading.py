@@ -6,7 +6,7 @@ A model is loaded in steps. Each step refuses a part that it cannot serve, and n
 2. Read from the configuration which cache each layer needs (`support`).
 3. Run a first pass with a dummy attention that records the layers, shapes and options of attention
    (`transformers_seam`).
-4. Compare logits: the model must give the same through its own attention and through pages. This check is necessary
+4. Compare logits: they must be the same through the model's own attention and through pages. This check is necessary
    because the seam lies inside transformers: a lost mask or state would give wrong text without an error.
 5. Replace modules by kernels that compute the same results, if the device has such kernels (`rewrites`). Then compare
    the logits again with the model's own.
@@ -252,8 +252,8 @@ def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
 def _rewritten(model: PagedModel, rewrite: RewriteModel, own: OwnLogits, prove: Callable[[], None]) -> PagedModel:
     """Returns the model with kernels in place of modules, after comparing the logits again.
 
-    Candidates are tried on tokens near the end of the longest sequence as well as on early ones. A counterexample to
-    early tokens alone: Ministral scales its queries by a temperature that is 1 up to position 16,384.
+    Candidates are tried on early tokens, and on tokens near the end of the longest sequence. Early tokens alone would
+    not show every difference: Ministral scales its queries by a temperature that is 1 up to position 16,384.
 
     Raises:
         UnsupportedModelError: the logits differ from the model's own.

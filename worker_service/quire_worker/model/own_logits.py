@@ -1,4 +1,4 @@
-"""Logits of a model without pages, ranks or kernels. At load, logits computed with them are compared to these.
+"""Logits of a model without pages, ranks or kernels. At load, logits with pages, ranks or kernels are compared to them.
 
 In half precision, two correct computations of the same logits can differ by more than any fixed share. If rounding
 changes the choice of experts, or a layer amplifies it, the logits of some checkpoints move by half of their norm.
@@ -18,11 +18,11 @@ from quire_worker.model.transformers_seam import ATTENTION_NAME
 CHECK_TOKENS = 24  # tokens of each sequence
 ROUNDINGS = 4  # number of computations with changed rounding
 
-# Logits may differ by a share of their norm. A lost mask or state moves logits by tens of percent.
+# Allowed difference of logits, as a share of their norm. A lost mask or state moves logits by tens of percent.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
-_QUIET = 0.2  # share of the tolerance; with kernels, differences were up to four times as large as with pages alone
-_ROUNDING_MARGIN = 2.0  # margin, because a few samples do not find the largest effect
+_QUIET = 0.2  # share of the tolerance: with kernels, differences were up to four times as large as with pages alone
+_ROUNDING_MARGIN = 2.0  # factor on the measured effect, because a few computations do not find the largest effect
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class OwnLogits:
 def may_be_rounding(logits: torch.Tensor, own: OwnLogits, dtype: torch.dtype) -> bool:
     """Returns whether logits in half precision differ so much that the effect of rounding should be measured.
 
-    Measure it before kernels replace modules. Afterwards it cannot be measured.
+    Measure this effect before kernels replace modules. Afterwards it cannot be measured.
     """
     return dtype != torch.float32 and own.difference(logits) > _QUIET * TOLERANCES[dtype]
 

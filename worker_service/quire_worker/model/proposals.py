@@ -16,7 +16,7 @@ log = structlog.get_logger()
 FILE: Final = "generation_config.json"
 SamplingDefaults: TypeAlias = "Mapping[str, int | float]"
 NO_DEFAULTS: Final[SamplingDefaults] = MappingProxyType({})
-# For each name in the file: the request's name, the type, and the range that a request may have.
+# For each name in the file: the request's name for it, its type, and its smallest and largest value in a request.
 _FIELDS: Final = {
     "temperature": ("temperature", float, 0, 2),
     "top_k": ("top_k", int, 0, 2**31 - 1),
@@ -28,7 +28,7 @@ _FIELDS: Final = {
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Returns a checkpoint's sampling defaults, by the names of a request's parameters. vLLM reads the same ones.
+    """Returns a checkpoint's sampling defaults, by the names of a request's parameters. vLLM reads the same defaults.
 
     An unreadable file, and a value that no request may have, are logged and ignored.
     """

@@ -1,16 +1,16 @@
 """Rotary embeddings with frequencies that depend on the length of the request: `dynamic` and `longrope`.
 
 transformers takes the length from the largest position of a batch, so one long request would change the text of all
-others. Here every token has its own length: the length that `generate` would use for its request alone:
+other requests. Here every token has its own length: the length that `generate` would use for its request alone:
 
     length of a token = max(tokens that its request began with, its position + 1)
 
     longrope   one set of frequencies up to `original_max_position_embeddings`, another set beyond
     dynamic    the base grows with every token beyond `max_position_embeddings`
 
-Transformers' own functions compute both. At load, the results are compared once with transformers' results.
+Transformers' own functions compute both rotations. At load, the results are compared once with transformers' results.
 
-So the content of a page depends on its tokens and on the length that the request began with, and its digest covers
+So the content of a page depends on its tokens and on the length that the request began with. The page's digest covers
 both. A request that began with more than `original_tokens` has an extra key in its first block. A request finds only
 pages with the same rotation as its own.
 """
@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire_worker.model.checkpoint import UnsupportedModelError
 
 # For these model types, `generate` recomputes all keys with the long frequencies once a request outgrows the short
-# ones. For other types, `generate` continues with the present keys.
+# frequencies. For other types, `generate` keeps the keys that it has.
 _BEGINNING_AGAIN = frozenset({"phi3", "phimoe", "phi4_multimodal"})
 _CHECK_TOKENS = 4  # number of tokens beyond the original length in the comparison at load
 _CHECK_TOLERANCE = 1e-5
@@ -65,7 +65,7 @@ class Rotation:
 
 
 class TokenLengths:
-    """The lengths that the tokens of a forward pass are rotated for. A model's rotary embeddings read them from here.
+    """The lengths that the tokens of a forward pass are rotated for. A model's rotary embeddings read the lengths here.
 
     `of_pass` is int64 `[tokens]` on the model's device, set before each pass. None selects transformers' own rule.
     """
@@ -150,7 +150,7 @@ class _ByLength:
         return self._by_short_or_long(x, position_ids, self.lengths.of_pass)
 
     def _by_short_or_long(self, x: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> Tables:
-        """Computes short and long rotation for all tokens, and selects one of them for each token.
+        """Computes short and long rotation for all tokens, and selects one rotation for each token.
 
         transformers chooses by the largest position. For the short rotation, positions are clamped below the original
         length. For the long one, a position of that length is appended, and its result is dropped.

@@ -4,7 +4,7 @@ A stop text may begin in one token and end in another, and no part of it may be 
 
     1. pushed    a token's text, as soon as the token is known, because it may be the last token
     2. held      the end of the text that could begin a stop text; at most the stop text's length minus 1
-    3. ready     the text before that; the outbox takes it when it is time to deliver
+    3. ready     the text before the held text; the outbox takes it when it is time to deliver
     4. found     a stop text is complete: the text ends before it, and so does the sample
 
 The stop text that is complete first ends the text. If several end at the same character, the longest counts. So the
@@ -12,7 +12,7 @@ result does not depend on how the text is divided into tokens.
 
 A special token has no text, but a stop text may name it, like `<|im_end|>`. Such a stop text is searched in two forms:
 as written, and with a *mark* in place of each special token. While the text is searched, the token itself inserts its
-mark. A mark is a lone surrogate, and no tokenizer decodes to that.
+mark. A mark is a lone surrogate, and no tokenizer decodes to a surrogate.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StopTexts:
             found = [(whole.find(stop, max(0, held_count - len(stop) + 1)), len(stop)) for stop in self._stops]
             ends = [(start + length, start) for start, length in found if start >= 0]
             if ends:
-                end, start = min(ends)  # the stop text that ends first; among equal ends the longest
+                end, start = min(ends)  # the stop text that ends first; if several end there, the longest
                 self._held, self.found = "", whole[start:end]
                 return whole[: end if self._keeps_stop else start], True
         keep = self._beginning_count(whole)
@@ -111,7 +111,7 @@ class SampleText:
         """
         self._stream = stream
         self._ready = echo
-        # No marks are needed if the stream keeps special tokens, because its text has their names.
+        # No marks are needed if the stream keeps special tokens, because the stream's text then has the tokens' names.
         kept: tuple[tuple[str, ...], Mapping[int, str]] = (tuple(stop_texts), {})
         stops, self._marks = kept if stream.keeps_special else mark_special(tuple(stop_texts), stream.tokenizer)
         self._stops = StopTexts(stops, keeps_stop=keeps_stop) if stops else None

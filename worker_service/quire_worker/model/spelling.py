@@ -1,4 +1,4 @@
-"""Bytes of single tokens. Bytes, because several tokens may form one character, and then none of them is text alone.
+"""Bytes of single tokens: if several tokens form one character, none of these tokens is text alone.
 
 byte-level     each character of a token's name stands for a byte: printable bytes for themselves, others shifted
 byte fallback  <0xE2> is a byte, and consecutive bytes form one or more characters
@@ -37,7 +37,7 @@ class Spelling:
     Attributes:
         is_separate: whether a text is the concatenation of its tokens' bytes, except for the beginning of its first
             token.
-        is_same_at_start: whether even a text's first token has the same bytes as others.
+        is_same_at_start: whether a token has the same bytes at the start of a text as later in the text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -109,7 +109,7 @@ class Spelling:
         return together[len(before) :].encode()
 
     def _anchored(self) -> tuple[int, str]:
-        """Returns an ordinary token and its text. Other tokens are decoded behind it."""
+        """Returns an ordinary token and its text. Other tokens are decoded behind this token."""
         if self._anchor is None:
             ordinary = (
                 number

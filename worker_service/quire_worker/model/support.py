@@ -23,14 +23,14 @@ from quire_worker.state_pages import StateKey, StateTensor, in_order
 # Models pass these options, but attention over pages does not need them: queries and keys are rotated already.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 
-# Model types with attention chunks that are known to begin at multiples of `attention_chunk_size`. The first pass
-# cannot check that, because the model does not pass its chunks to attention.
+# Model types whose attention chunks are known to begin at multiples of `attention_chunk_size`. The first pass cannot
+# check these beginnings, because the model does not pass its chunks to attention.
 _CHUNKED_TYPES = frozenset({"llama4_text"})
 
 # Configuration entries that show that a model keeps a state in addition to keys and values.
 _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
 
-# Model types that cannot be served. Their configuration does not show why.
+# Model types that cannot be served although their configuration does not show it, each with the reason.
 _UNLIKE_OTHERS = {
     "zamba": "its attention layers share one block of weights and one layer index",
     "zamba2": "its attention layers share one block of weights and one layer index",

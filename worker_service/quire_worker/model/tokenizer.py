@@ -234,7 +234,7 @@ class Tokenizer:
         return self._spelling.is_separate and (self._spelling.is_same_at_start or any(map(is_visible, text)))
 
     def is_visible(self, token: int, *, keeps_special: bool = False) -> bool:
-        """Returns whether a token is part of a text: it is known, and not special unless these are kept."""
+        """Returns whether a token is part of a text: it is known, and not special unless special tokens are kept."""
         return (keeps_special or token not in self.special_ids) and self._backend.id_to_token(token) is not None
 
     def new_stream(self, after: Sequence[int] = (), *, keeps_special: bool = False) -> StreamDecoder:
@@ -249,7 +249,7 @@ class Tokenizer:
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
-    """Returns token ids. Of the library's calls, only this one releases the interpreter lock and skips offsets."""
+    """Returns token ids. Only this call of the library releases the interpreter lock and skips offsets."""
     return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
@@ -326,7 +326,7 @@ class WindowDecoder(StreamDecoder):
         self._context_text = self._decoded()
 
     def push(self, tokens: Iterable[int]) -> str:
-        # One at a time, because the library decodes a run of broken bytes to a text that depends on the whole run.
+        # One token at a time: the library decodes a run of broken bytes to a text that depends on the whole run.
         return "".join([self._pushed(token) for token in tokens if self._is_visible(token)])
 
     def _pushed(self, token: int) -> str:
@@ -339,7 +339,7 @@ class WindowDecoder(StreamDecoder):
         return self._hand_out(self._decoded())
 
     def _hand_out(self, text: str) -> str:
-        is_longer = text.startswith(self._context_text)  # otherwise it completes a character that the prompt began
+        is_longer = text.startswith(self._context_text)  # otherwise `text` completes a character that the prompt began
         known = self._context_text if is_longer else self._context_text.rstrip(REPLACEMENT)
         piece = text[len(known) :]
         if piece:

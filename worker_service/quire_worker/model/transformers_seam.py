@@ -6,8 +6,8 @@ passes it unchanged through every layer, so no global state is needed:
 
     run -> module(..., quire_step=step) -> each layer -> paged_attention_forward -> step.attend
 
-No mask function is registered under that name, so transformers leaves `attention_mask` None. Its cache is a view that
-stores nothing (`PositionsView`), so attention gets only the keys and values of the new tokens.
+No mask function is registered under that name, so transformers leaves `attention_mask` None. The model's cache is
+a view that stores nothing (`PositionsView`), so attention gets only the keys and values of the new tokens.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class PositionsView(CacheView):
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
         """Returns each token's position minus its index, int64 `[tokens]`.
 
-        Models add `arange(tokens)` to it, which gives the positions. Llama 4 computes the temperature of its layers
-        without rotary positions from that sum.
+        Models add `arange(tokens)` to this value, which gives the positions. From that sum, Llama 4 computes the
+        temperature of its layers without rotary positions.
         """
         positions = self._position_ids[0]
         return positions - torch.arange(positions.shape[0], device=positions.device)

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that no module of the model has read.
 
 If the architecture lacks a bias or a norm of the checkpoint, every text would silently be computed without it. So the
-checkpoint is refused if an unused tensor belongs to the computation of text: to the decoder's layers, beside them, or
+checkpoint is refused if an unused tensor belongs to the computation of text: to the decoder's layers, beside these, or
 to the head. Exceptions are tensors that `_MEANINGLESS`, the configuration or their values show to be harmless. Unused
 tensors elsewhere (towers for images, drafting layers under a name of their own) are only logged.
 """
@@ -22,7 +22,8 @@ from quire_worker.model.headers import TensorEntry
 from quire_worker.model.kv_scales import SCALE_NAME
 
 _NAMES_SHOWN = 5
-# Layers for multi-token prediction follow the others, under the same name: DeepSeek V3's README, "MTP Modules".
+# Fields that count the layers for multi-token prediction. These layers follow the model's other layers and have their
+# name (DeepSeek V3's README, "MTP Modules").
 _DRAFT_LAYER_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 # Names of tensors that do not affect the text, each with the source for this. The number is the tensor's count of
 # dimensions, because a mask and a bias can have the same name; None means any count.
@@ -41,7 +42,7 @@ _KEYS_AND_VALUES = re.compile(r"\.[kv]_(proj|norm)\.")
 
 
 def check_unused(folder: Path, module: Any, names: Collection[str], entries: Mapping[str, TensorEntry]) -> None:
-    """Refuses unused tensors that belong to the computation of text, and logs the others.
+    """Refuses unused tensors that belong to the computation of text, and logs the other unused tensors.
 
     Args:
         folder: the checkpoint's folder.

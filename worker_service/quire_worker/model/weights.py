@@ -5,7 +5,7 @@
     3. compare  the tensors that transformers found with the tensors that the configuration requires
 
 Memory holds the weights once, plus the tensors that are being converted. transformers alone would map the files. A
-mapping stays as long as one tensor of the file is in use. On a CPU that would be forever, although the kernels have
+mapping stays as long as one tensor of the file is in use. On a CPU, it would stay forever, although the kernels have
 packed copies of all other tensors.
 """
 
@@ -126,7 +126,7 @@ def _file_of(folder: Path, entries: Mapping[str, TensorEntry], name: str) -> str
 
 
 class _Progress:
-    """Logs how much of a checkpoint has been read, at most every `PROGRESS_S`, and when all of it has."""
+    """Logs how much of a checkpoint has been read, at most every `PROGRESS_S`, and when the reading is complete."""
 
     def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
         self._byte_counts = {name: entry.byte_count for name, entry in entries.items()}

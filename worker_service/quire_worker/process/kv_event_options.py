@@ -1,4 +1,4 @@
-"""Options for KV events, their checks, and what they start."""
+"""Options for KV events, their checks, and the publisher that they start."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _check_address(option: str, address: str, *, is_trusted: bool) -> None:
 
 
 def kv_events_of(options: argparse.Namespace, engine: Engine, allocator: AsyncAllocator) -> Follower | None:
-    """Returns what publishes an engine's KV events, not started yet; None if the options do not ask for it.
+    """Returns the publisher of an engine's KV events, not started yet; None if the options ask for none.
 
     Raises:
         UsageError: an address is taken, or the model has no full attention.

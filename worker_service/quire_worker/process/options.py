@@ -28,12 +28,12 @@ BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # most blocks that one forward pass may fill, so that their digests fit into a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
-# Defaults. A GPU computes hundreds of tokens in the time that it takes to read the weights once. If a prompt of 4 k
-# tokens is computed in one pass, the weights are read once.
+# Defaults by device. A GPU computes hundreds of tokens in the time that reading the weights takes. So one pass may take
+# a whole prompt of 4 k tokens, and reads the weights once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16
-RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+RUNNING_MAX = 4_096  # most running samples; each may need a few operations of one step
 # vLLM's names of the same options, for users who know vLLM. `--help` does not show these names.
 VLLM_NAMES = {
     "max_running": ("--max-num-seqs",),
@@ -242,7 +242,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses invalid names of the model, and sequences without room for an answer."""
+    """Refuses invalid names of the model, and sequences that are too short for an answer."""
     names = options.served_model_name or ()
     if len(names) > MODEL_NAMES_MAX or len(set(names)) < len(names):
         parser.error(f"--served-model-name must have at most {MODEL_NAMES_MAX} different names, not {len(names)}")

@@ -1,5 +1,5 @@
 """Options for the worker's pool besides its size: quotas, the eviction policy, and blocks reserved for running
-samples. What the allocator gets of them and of the model.
+samples. Also the pool's description for the allocator, from these options and the model.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.types import PoolSpec, Quota
 
-if TYPE_CHECKING:  # These modules load torch, and options are read before that.
+if TYPE_CHECKING:  # These modules load torch, and options are read before torch is loaded.
     from quire_worker.cache import KVCache
     from quire_worker.model.paged_model import PagedModel
 

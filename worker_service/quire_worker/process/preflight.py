@@ -25,7 +25,8 @@ from quire_worker.process.kv_event_options import check_kv_events
 
 __all__ = ["ModelError", "check", "check_budget", "check_files", "check_memory", "check_model"]
 
-# With less, torch 2.13 for CPUs aborts or fails in odd ways while it is loaded. torch for GPUs needs more.
+# Smallest limits of the process. Below them, torch 2.13 for CPUs aborts or fails in odd ways while it is loaded. torch
+# for GPUs needs more.
 _LIMITS: Final = (
     (resource.RLIMIT_AS, 3 << 29, "address space", "ulimit -v"),
     (resource.RLIMIT_DATA, 1 << 29, "data", "ulimit -d"),
@@ -48,7 +49,7 @@ def check(options: argparse.Namespace) -> None:
     check_kv_events(options)
     to_allocator = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
     if to_allocator is not None:
-        to_allocator.channel_credentials()  # reads the files
+        to_allocator.channel_credentials()  # reads the TLS files now, so that a bad file fails here
 
 
 def check_files(options: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""Registers the worker: tells the allocator what routers may know of it.
+"""Registers the worker: sends the allocator what routers may know of this worker.
 
-1. begin   before the session attaches; each attach repeats what is known
-2. serve   tells adapters and the measured rate again, at most a second after they have changed
-3. drain   tells that the worker takes no further requests
+1. begin   before the session attaches; each attach repeats the registration
+2. serve   sends adapters and the measured rate again, at most a second after they have changed
+3. drain   reports that the worker takes no further requests
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from quire.errors import UsageError
 from quire.types import RoutedWorker
 
 if TYPE_CHECKING:
-    from quire_worker.engine import Engine  # This module loads torch, and options are read before that.
+    from quire_worker.engine import Engine  # This module loads torch; options are read before.
 
 LOOK_S: Final = 1.0
-PASS_TOKENS_MIN: Final = 64  # A smaller pass takes as long as reading the weights, however few tokens it computes.
-RATE_CHANGE: Final = 0.2  # The worker does not report a rate that differs less than this from the last one.
+PASS_TOKENS_MIN: Final = 64  # smallest pass that shows a rate: smaller passes take as long as reading the weights
+RATE_CHANGE: Final = 0.2  # The worker reports a rate only if it differs by more than this share from the last one.
 RATE_MAX: Final = 1 << 24
-ADAPTERS_MAX: Final = 1_024  # the most that an allocator takes
+ADAPTERS_MAX: Final = 1_024  # the most adapters that an allocator takes
 ADDRESS_BYTES_MAX: Final = 256
 _EVERYWHERE: Final = ("0.0.0.0", "::")
 
@@ -63,7 +63,7 @@ class Registration:
     """One worker's registration. Lifecycle: see the module.
 
     Args:
-        engine: its session gets the registration; its adapters and its pace are told.
+        engine: its session sends the registration, with the engine's adapters and pace.
         model: the name of the model in answers.
         advertised: the address that gateways get; None: the server's own.
     """
@@ -79,8 +79,8 @@ class Registration:
         self._looking = asyncio.create_task(self._look())
 
     def drain(self) -> None:
-        """Tells that the worker takes no further requests."""
-        if self._looking is not None:  # the worker has begun
+        """Reports that the worker takes no further requests."""
+        if self._looking is not None:  # `begin` was called
             self._looking.cancel()
             self._tell(replace(self._told, draining=True))
 

@@ -64,7 +64,7 @@ from quire_worker.speculation.drafting import drafting_of, load_draft_model
 from quire_worker.telemetry import WorkerTelemetry
 
 if TYPE_CHECKING:
-    from quire_worker.kv_events.pool_follower import Follower  # The packages that it needs are an extra.
+    from quire_worker.kv_events.pool_follower import Follower  # This module needs packages of an extra.
 
 log = structlog.get_logger()
 
@@ -74,7 +74,7 @@ TURN_S = 2.0  # seconds for the last turn, after the drain
 class Loaded(NamedTuple):
     """A loaded model: the contents of its folder, and the pages for it."""
 
-    names: tuple[str, ...]  # answers name the first of them
+    names: tuple[str, ...]  # the model's names; answers have the first name
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
@@ -89,7 +89,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
     Args:
         options: the result of `parse_arguments`.
-        ranks: the crew; this process is its rank 0. None or a crew of one if it is alone.
+        ranks: the crew; this process is its rank 0. None or a crew of one without other ranks.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
@@ -184,7 +184,7 @@ def check_device(device: str) -> None:
 
 
 def compile_kernels(model: PagedModel) -> None:
-    """Compiles the kernels that a model needs. Takes up to a minute if Triton's cache has none of them."""
+    """Compiles the kernels that a model needs. Takes up to a minute if Triton has cached none."""
     from quire_worker.execution.warm_up import warm_up
 
     started = time.monotonic()
@@ -259,7 +259,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         RankLostError: another rank is gone; callers of the last requests got the error.
     """
     stop = stop_event()
-    # far above the queue's limit, which refuses calls with a reason
+    # Most calls of the server: far above the limit of the queue, because the queue refuses calls with a reason.
     calls_max = 4 * (options.max_waiting + options.max_running)
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
@@ -293,7 +293,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     await _withdraw(service, registration, server)
-    # Drains even without an allocator: samples with room can end, and the allocator may come back.
+    # Drains even without an allocator: samples with enough empty slots can end, and the allocator may come back.
     if not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -381,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RankLostError as error:
         print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
         write_out()
-        os._exit(1)  # A thread may be waiting for the rank that is gone.
+        os._exit(1)  # An orderly exit could hang: a thread may be waiting for the rank that is gone.
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

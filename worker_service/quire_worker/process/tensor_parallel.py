@@ -2,23 +2,23 @@
 
     rank 0       has the session with the allocator, the scheduler, the tokenizer and the server. All ranks share one
                  pool, one lease and one block table per sequence. Each rank keeps its own heads of every block
-    other ranks  have a part of the model and pages. They take orders only from rank 0
+    other ranks  have a part of the model and pages. Only rank 0 gives them orders
 
 Life of a crew:
 
-    1. start   `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all of them
+    1. start   `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all ranks
     2. load    in lockstep: each rank reads the weights and keeps its part. The parts together are compared with the
-               whole (`model.splitting`). Kernels are compiled. All pools get as many blocks as the smallest can have
-    3. lead    rank 0 tells the others of every forward pass and every copy, and all run it (`execution.leader`,
-               `execution.follower`). Only rank 0 samples. Its logits are the sum of all parts'
-    4. stop    rank 0 drains, then tells the others
+               whole (`model.splitting`). Kernels are compiled. The smallest pool sets the block count of all
+    3. lead    rank 0 sends every forward pass and every copy to the other ranks, and all ranks run it
+               (`execution.leader`, `execution.follower`). Only rank 0 samples, from the sum of all parts' logits
+    4. stop    rank 0 drains, then stops the other ranks
 
 How failures end:
 
-Rank 0 notices that a rank is killed or fails: its process ends, or its connection breaks in the next pass or within
-`SILENCE_S`. Rank 0 then fails all requests, gives its pool back, kills the other ranks, and exits with 1.
+Rank 0 notices that a rank is killed or fails: the rank's process ends, or its connection breaks in the next pass or
+within `SILENCE_S`. Rank 0 then fails all requests, gives its pool back, kills the other ranks, and exits with 1.
 
-If rank 0 is killed, the others see a pipe close, and end. The lease ends like that of any worker.
+If rank 0 is killed, the other ranks see a pipe close, and end. The lease ends like that of any worker.
 
 A rank that is stuck counts as killed after --rank-timeout.
 """
@@ -52,7 +52,7 @@ from quire_worker.speculation.drafter import Drafter
 log = structlog.get_logger()
 
 SILENCE_S = 2.0  # An idle rank 0 sends messages at this interval, and so notices lost ranks.
-# If another rank fails while it loads, rank 0 gets this time to fail by itself for the same reason.
+# If another rank fails while it loads, rank 0 gets this many seconds to fail by itself, for the same reason.
 REASON_S = 5.0
 
 ResultT = TypeVar("ResultT")
@@ -74,7 +74,7 @@ LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], RankPart]
 
 
 def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[RankPart, Leader]:
-    """Loads rank 0's part while the other ranks load theirs. From then on rank 0 leads them.
+    """Loads rank 0's part while the other ranks load their parts. From then on, rank 0 leads these ranks.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
@@ -94,7 +94,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: the device does not exist, or has too little memory for the pool.
     """
-    if identity.is_by_torchrun:  # torchrun signals all ranks, but rank 0 needs the others while it drains.
+    if identity.is_by_torchrun:  # torchrun signals all ranks, but rank 0 needs the other ranks while it drains.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:
@@ -104,7 +104,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
     except RankLostError as error:
         log.error("a rank is lost", error=str(error))
         sys.stderr.flush()
-        os._exit(1)  # Threads of torch may be waiting for the lost rank.
+        os._exit(1)  # An orderly exit could hang: threads of torch may be waiting for the lost rank.
     crew.close()
 
 

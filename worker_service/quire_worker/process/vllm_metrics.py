@@ -20,7 +20,7 @@ from quire_worker.engine import Engine
 LABELS: Final = ("model_name", "engine")
 ANSWER_S: Final = 1.0  # time for the event loop to report why samples wait
 CAPACITY, DEFERRED = "capacity", "deferred"
-# Reasons for waiting that end without a free place or block.
+# Reasons for waiting other than capacity: waits that end although no block and no running sample's place become free.
 _DEFERRED: Final = (WaitReason.PREFIX, WaitReason.NO_SESSION)
 
 

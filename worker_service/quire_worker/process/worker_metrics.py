@@ -52,7 +52,7 @@ class WorkerCollector(Collector):
 
     Args:
         engine: the worker's engine.
-        beside: yields further families; None for no others.
+        beside: yields further families; None for no further families.
     """
 
     def __init__(self, engine: Engine, beside: Collector | None = None) -> None:

@@ -1,17 +1,17 @@
-"""A crew of ranks: sums over all ranks, and messages of rank 0 to the others.
+"""A crew of ranks: sums over all ranks, and messages of rank 0 to the other ranks.
 
 Lifecycle:
 
     1. joined    all ranks are connected. They load the same model in lockstep, and wait for each other up to
                  `LOAD_TIMEOUT_S`
-    2. serving   rank 0 sends orders (`say`), the others receive them (`hear`). No rank waits for longer than
-                 `timeout_s`; if rank 0 has nothing to compute, it sends that from time to time
+    2. serving   rank 0 sends orders (`say`), the other ranks receive them (`hear`). No rank waits for longer than
+                 `timeout_s`, because rank 0 also sends messages when there is nothing to compute
     3. lost      a rank is gone or silent. Every call raises RankLostError, and the process has to end
 
-All ranks compute a pass at the same time, with the same sums. If the pass fails on one rank, the others would wait
-forever in the next sum. So the failed rank adds zeros to the remaining sums; it has known their sizes since the first
-pass. At the end of each pass the ranks exchange outcomes. A pass that failed on one rank counts as failed on all, and
-all ranks are ready for the next one.
+All ranks compute a pass at the same time, with the same sums. If the pass fails on one rank, the other ranks would
+wait forever in the next sum. So the failed rank adds zeros to the remaining sums. Each rank knows the sums' sizes from
+the first pass. At the end of each pass the ranks exchange outcomes. A pass that failed on one rank counts as failed on
+all ranks, and all are ready for the next pass.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Crew:
         """
         self.rank, self.size, self.local_size = identity.rank, identity.size, identity.local_size
         self._device = device
-        self._sums_per_token: list[tuple[int, torch.dtype]] = []  # for each sum of a pass, its elements per token
+        self._sums_per_token: list[tuple[int, torch.dtype]] = []  # each sum of a pass: elements per token, dtype
         self._learned_tokens: int | None = None  # tokens of the pass that `learn` is recording
         self._sum_count = 0  # number of sums so far in the pass under way
         if identity.is_on_loopback and (name := loopback_interface()) is not None:
@@ -186,7 +186,7 @@ class Crew:
     # -- messages of rank 0 --------------------------------------------------------------------------------------------
 
     def say(self, kind: int, value: object = None) -> None:
-        """Sends a message to every other rank. Only rank 0 may call it.
+        """Sends a message to every other rank. Only rank 0 may call this method.
 
         Args:
             kind: number of the message's kind; the ranks agree on its meaning.
@@ -205,7 +205,7 @@ class Crew:
             self._spread(torch.from_numpy(packed[len(fits) :]))
 
     def hear(self, *types: type) -> tuple[int, Any]:
-        """Waits for a message of rank 0, and returns its kind and value. Every other rank has to call it.
+        """Waits for a message of rank 0, and returns its kind and value. Every rank except 0 has to call this method.
 
         Args:
             types: dataclasses that the value may have.

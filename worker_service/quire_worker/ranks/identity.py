@@ -2,10 +2,10 @@
 
 There are two ways to start several ranks:
 
-    quire worker --tensor-parallel 2                      this process is rank 0 and starts the others, on this machine;
-                                                          they meet over a file in a folder that only this user may read
-    torchrun --nproc-per-node 2 -m quire_worker ...       torchrun starts all of them, on any machines; they meet at the
-                                                          address that it names (MASTER_ADDR, MASTER_PORT)
+    quire worker --tensor-parallel 2                      this process is rank 0 and starts the other ranks, here; the
+                                                          ranks meet over a file in a folder of this user alone
+    torchrun --nproc-per-node 2 -m quire_worker ...       torchrun starts all ranks, on any machines; the ranks meet at
+                                                          torchrun's address (MASTER_ADDR, MASTER_PORT)
 
 The ranks' messages are neither encrypted nor authenticated. The messages stay on this machine's loopback interface,
 unless torchrun names another address and `--trusted-rank-network` allows it (docs/security.md).

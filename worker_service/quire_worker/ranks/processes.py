@@ -1,6 +1,6 @@
 """The ranks that a worker starts on its own machine and watches.
 
-Each rank is a process that ends with this one, even if this one is killed (`quire._child`). If a rank ends first,
+Each rank is a process that ends with the worker, even if the worker is killed (`quire._child`). If a rank ends first,
 `lost` holds its number and how it ended.
 """
 
@@ -66,7 +66,7 @@ class Ranks:
                 [sys.executable, "-P", "-m", "quire._child", "quire_worker", *arguments],  # -P: see quire.local
                 stdin=subprocess.PIPE,  # the lifeline: nothing is ever written to it
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **own},
-                start_new_session=True,  # Ctrl-C in a terminal reaches only rank 0, which stops the others in order
+                start_new_session=True,  # Ctrl-C in a terminal reaches only rank 0, which stops the other ranks
             )
             self._processes[rank] = process
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()

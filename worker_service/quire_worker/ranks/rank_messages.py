@@ -5,7 +5,7 @@ bytes are a JSON header that describes the value, then the content of each tenso
 
     uint32 length of the header | header | padding | tensor | padding | tensor ...
 
-The header names types, dtypes and shapes. Unlike a pickle, it cannot execute code.
+The header names types, dtypes and shapes. Unlike a pickle, a message cannot execute code.
 """
 
 from __future__ import annotations

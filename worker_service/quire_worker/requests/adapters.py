@@ -3,9 +3,10 @@
 Lifecycle of a name:
 
     1. loading   a thread reads and checks its folder; requests do not know it yet
-    2. loaded    requests can choose it. Its digest is in the root of all their prefixes, so they hit no other's blocks
-    3. dropped   it is unknown again. Dropping is refused while a request uses it. The cached blocks of its requests are
-                 hit again if the same weights are loaded again, under any name
+    2. loaded    requests can choose the adapter. Its digest is in the root of all their prefixes, so they hit no blocks
+                 of requests with other adapters
+    3. dropped   the name is unknown again. Dropping is refused while a request uses the adapter. Its requests' cached
+                 blocks are hit again if the same weights are loaded again, under any name
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The samples of a beam search: each beam is a sample, and a beam that is chosen twice is forked.
 
     1. computed   a beam's tokens are in the pages, and its likeliest next tokens are known (`execution/parts.py`)
-    2. awaiting   the beam waits until all beams of its request are computed. It keeps its blocks, and nothing is
-                  planned for it. If it is preempted, it holds no blocks, but keeps its likeliest tokens and is not
-                  queued
-    3. chosen     it continues with one more token. For each further token that is chosen after it, a fork shares its
-                  blocks. If it has no blocks, it and the forks are queued to be computed again
-    4. pruned     or it was not chosen: it ends, and its blocks are freed with the step that forks the others
+    2. awaiting   the beam waits until all beams of its request are computed. The beam keeps its blocks, and no pass
+                  computes it. A preempted beam holds no blocks, but keeps its likeliest tokens and is not queued
+    3. chosen     the beam continues with one more token. For each further token that is chosen after the beam, a fork
+                  shares its blocks. If the beam has no blocks, the beam and its forks are queued to be computed again
+    4. pruned     or the beam was not chosen: it ends, and its blocks are freed with the step that forks other beams
 
 The texts are known when the search ends. The texts are delivered then, the best first.
 """
@@ -102,7 +101,7 @@ class BeamTurns:
         following: list[Sample] = []
         for each, longer in zip(chosen, tokens, strict=True):
             sample = samples[each.beam]
-            if sample in following:  # A further fork shares this beam's blocks.
+            if sample in following:  # The beam continues already, so this hypothesis is a fork of the beam.
                 following.append(_fork_of(sample, next(places), longer, is_held=sample in roster.running))
             else:
                 following.append(sample)

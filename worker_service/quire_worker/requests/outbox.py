@@ -1,14 +1,14 @@
-"""Tokens that were generated but not handed out yet. For a fast stream, several of them share one message.
+"""Tokens that were generated but not handed out yet. For a fast stream, several tokens share one message.
 
     1. noted        the token is part of its sample's text, but not in a message yet
     2. delivered    the noted tokens of a request are decoded, and wait in its queue
     3. being read   gRPC has the delivery, and waits for the caller to take it
     4. read         the caller asks for more, or gRPC's own buffers hold the delivery
 
-The bytes of a request count as unread from 1 with logprobs, or from 2 without, until 4 (`unread.py`). If a namespace
-has too many unread bytes, its request with the most of them fails with LIMIT.
+The bytes of a request count as unread from state 1 (with logprobs) or 2 (without) until state 4 (`unread.py`). If a
+namespace has too many unread bytes, the request with the most unread bytes fails with LIMIT.
 
-A request's first token and a sample's end are delivered as soon as the event loop is free. Tokens between them are
+A request's first token and a sample's end are delivered as soon as the event loop is free. Tokens in between are
 delivered once per interval. A message costs worker and client the same for any number of tokens. A small model decodes
 a token in a millisecond, so one message per token would cost more than the model. If a turn takes longer than the
 interval, every token is a message.
@@ -46,7 +46,7 @@ class Noted(NamedTuple):
 
 
 class Outbox:
-    """Holds generated tokens until they go to the queues of their requests. For the event loop alone.
+    """Holds generated tokens until they go to the queues of their requests. Only the event loop uses this.
 
     Args:
         interval_s: least seconds between two messages of one request, except its first message and the last message of
@@ -168,7 +168,7 @@ class Outbox:
         return request.output.delivered_s + max(self._interval_s, request.output.interval_s)
 
     def _deliver_due(self) -> None:
-        """Delivers the requests that are due, and sets the timer for the next one."""
+        """Delivers the requests that are due, and sets the timer for the next request."""
         self._timer, self._timer_s = None, math.inf
         loop = asyncio.get_running_loop()
         now_s, next_s = loop.time(), None
@@ -185,12 +185,12 @@ class Outbox:
 
 
 def _is_held(request: Request) -> bool:
-    """Tells whether a request delivers nothing yet, because its best samples are known only at the end."""
+    """Returns whether a request delivers nothing yet, because its best samples are known only at the end."""
     return request.sampling.is_best_of and not request.is_done
 
 
 def _best(request: Request, noted: dict[Sample, Noted]) -> dict[Sample, Noted]:
-    """Returns the samples with the highest mean logprob of their tokens; of equal ones, the first."""
+    """Returns the samples with the highest mean logprob of their tokens; of equal samples, the first."""
     ranked = sorted(noted, key=lambda sample: -sample.logprob_sum / max(1, sample.output_token_count))
     return {sample: noted[sample] for sample in ranked[: request.sampling.n]}
 

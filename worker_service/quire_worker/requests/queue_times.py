@@ -14,7 +14,7 @@ from quire.views import WaitReason
 from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.waiting import Wait
 
-SHARE: Final = 200  # This check takes at most 1/200 of the time, because it visits every waiting request.
+SHARE: Final = 200  # Looking at every waiting request may take at most 1/200 of the time.
 
 
 class QueueTimes:
@@ -30,7 +30,7 @@ class QueueTimes:
         self._next_s = 0.0
 
     def look(self, now_s: float, waits: Callable[[], Mapping[Request, Wait]]) -> None:
-        """Counts the time that requests have waited since the look before. Does nothing if that was just now."""
+        """Counts the time that requests have waited since the look before. Does nothing right after a look."""
         if now_s < self._next_s:
             return
         for request, wait in waits().items():
@@ -42,8 +42,8 @@ class QueueTimes:
         self._next_s = now_s + SHARE * (self._clock() - now_s)
 
     def end(self, request: Request, now_s: float) -> None:
-        """Counts the rest of the queue time of a request that is admitted now. The reason is that of the last look, or
-        the next pass if the request was admitted before any."""
+        """Counts the rest of the queue time of a request that is admitted now. The reason is the one found by the
+        last look, or the next pass if the request was admitted before any look."""
         trace = request.trace
         since_s = request.arrived_s if trace.waited_until_s is None else trace.waited_until_s
         sent_s = max(since_s, trace.steps[-1][0]) if trace.steps else now_s

@@ -4,7 +4,7 @@ The service has checked the message and found its adapter before. The last reaso
 
     1. DRAINING         the worker shuts down
     2. ALLOCATOR_LOST   the worker has no session with its allocator
-    3. QUEUE_FULL       as many samples or tokens wait as the namespace may have beside the others
+    3. QUEUE_FULL       the namespace has as many waiting samples or tokens as it may have beside other namespaces
     4. DEADLINE         the request cannot end in time: its tokens take one pass each, one after the other. Checked
                         again every 0.1 s while it waits
 
@@ -34,7 +34,7 @@ from quire_worker.scheduling.trace import Stage
 from quire_worker.scheduling.waiting import Wait
 from quire_worker.telemetry import WorkerTelemetry
 
-# most waiting tokens of one namespace, 48 bytes each; twice as many for all namespaces together
+# most tokens of one namespace's waiting requests, 48 bytes each; all namespaces together may have twice as many
 QUEUED_TOKENS_MAX = 1 << 22
 LOOK_S = 0.1  # seconds between two checks of all deadlines
 
@@ -45,8 +45,8 @@ class Reception:
     Args:
         roster: the samples, including waiting ones.
         telemetry: measures the time that requests wait.
-        waiting_max: samples of one namespace that may wait while no other namespace has any. There are twice as many
-            places, and a namespace may have as many as remain free.
+        waiting_max: samples of one namespace that may wait while no other namespace has any. All namespaces together
+            may have twice as many; each namespace may have as many as remain free of these.
         clock: returns the time in seconds, for arrivals and deadlines.
 
     Attributes:
@@ -93,7 +93,7 @@ class Reception:
         """Returns a new request without samples. See `Engine.submit` for the arguments.
 
         Raises:
-            QuireError: DRAINING; ALLOCATOR_LOST; QUEUE_FULL, with the seconds until there is room again; DEADLINE.
+            QuireError: DRAINING; ALLOCATOR_LOST; QUEUE_FULL, with the seconds until the queue has space; DEADLINE.
         """
         if self.is_closed:
             raise self.draining()
@@ -116,7 +116,7 @@ class Reception:
         return begin_sample(request, index, tokens, self._model, self._tokenizer, matcher=matcher)
 
     def look(self, fail: Callable[[Request, QuireError], None], waits: Callable[[], Mapping[Request, Wait]]) -> None:
-        """Fails waiting requests whose deadline can no longer be met, and measures why the others wait.
+        """Fails waiting requests whose deadline can no longer be met, and measures why the other requests wait.
 
         Args:
             fail: ends a request with an error.
@@ -162,7 +162,7 @@ class Reception:
             token_count: the number of tokens in its prompt and in its lists of tokens.
 
         Raises:
-            QuireError: QUEUE_FULL, with the seconds until there is room again.
+            QuireError: QUEUE_FULL, with the seconds until the queue has space.
         """
         waiting = self._roster.waiting
         own = waiting.of_namespace(namespace)
@@ -178,7 +178,7 @@ class Reception:
             raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
 
     def _is_hopeless(self, request: Request, now_s: float) -> bool:
-        """Tells whether a request that has not begun must miss its deadline.
+        """Returns whether a request that has not begun must miss its deadline.
 
         Even if it is admitted at once and its whole prompt is cached, each of its tokens takes a pass.
         """

@@ -108,7 +108,7 @@ def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder
 
 
 class TokenIntake:
-    """Extends samples by their sampled tokens, and hands these to the outbox. For the event loop.
+    """Extends samples by their sampled tokens, and hands the tokens to the outbox. For the event loop.
 
     Args:
         scheduler: the scheduler of the samples.
@@ -192,8 +192,8 @@ class TokenIntake:
         return self._is_end(sampling, token) or token in sampling.stop_token_ids
 
     def _is_end(self, sampling: SamplingParams, token: int) -> bool:
-        """Tells whether a token is the model's end-of-text, and the request does not ignore that."""
-        # A structure is complete at its end, so `ignore_eos` has no effect on it.
+        """Returns whether a token is the model's end-of-text, and the request does not ignore that."""
+        # At its end-of-text, a structured text is complete, so `ignore_eos` has no effect there.
         goes_on = sampling.ignore_eos and sampling.structure is None
         return token in self._eos_token_ids and not goes_on
 

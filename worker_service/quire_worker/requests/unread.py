@@ -1,6 +1,6 @@
 """Counts the bytes of answers that callers have not read, and limits them for each namespace.
 
-For the event loop alone.
+Only the event loop uses this module.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quire_worker.scheduling.request import Request
 if TYPE_CHECKING:
     from quire_worker.sampling.logprobs import TokenLogprobs
 
-# Most unread bytes of a namespace while it is alone. All namespaces together may have twice as many, and each at most
-# as many as remain free.
+# Most unread bytes of a namespace that is alone. All namespaces together may have twice as many bytes, and each of them
+# may have at most as many as remain free.
 UNREAD_BYTES_MAX = 32 << 20
 VALUE_BYTES = 8  # bytes of a packed logprob and its token
-TOKEN_BYTES = 44  # bytes of a token as a Python number, with its place in a list
+TOKEN_BYTES = 44  # bytes of a token as a Python number, with the list's pointer
 PLACE_BYTES = 8  # bytes of a token's index in another list
 DELIVERY_BYTES = 1_024
 
@@ -36,7 +36,7 @@ class Unread:
         self._requests: dict[str, dict[Request, None]] = {}  # requests with unread bytes, by namespace
 
     def take(self, request: Request, byte_count: int) -> bool:
-        """Counts more unread bytes of a request, if its namespace may have them. Returns whether it may."""
+        """Counts more unread bytes of a request, if its namespace may have them. Returns whether the namespace may."""
         if not byte_count:
             return True
         if not self._bytes.take(request.namespace, byte_count):
@@ -59,7 +59,7 @@ class Unread:
                 del self._requests[request.namespace]
 
     def most_of(self, request: Request) -> Request:
-        """Returns the request of the same namespace with the most bytes to free; of equal ones, this request."""
+        """Returns the request of the same namespace with the most bytes to free; among equal requests, this one."""
         others = self._requests.get(request.namespace, {})
         most = max(others, key=_droppable, default=request)
         return most if _droppable(most) > _droppable(request) else request

@@ -2,9 +2,9 @@
 
 A *beam* is a text that may continue. A *hypothesis* is a text that has ended. Each turn computes:
 
-    told          the `row_count` likeliest next tokens of each beam; further tokens cannot be among the candidates
+    given         the `row_count` likeliest next tokens of each beam; further tokens cannot be among the candidates
     candidates    the best continuations of all beams, by the sum of their tokens' logprobs. There are
-                  (1 + ending tokens) * beam_count of them, so that enough are left when others end
+                  (1 + ending tokens) * beam_count of them, so that enough are left when some of them end
     hypotheses    those of the first `beam_count` candidates that end, with score sum / length ** length_penalty. The
                   length includes the ending token. The best `beam_count` hypotheses are kept
     beams         the first `beam_count` candidates that do not end
@@ -12,10 +12,10 @@ A *beam* is a text that may continue. A *hypothesis* is a text that has ended. E
 The search is over when all texts have their longest length. The search is also over when there are `beam_count`
 hypotheses and, by the rule of early stopping, no beam can become better than the worst of them:
 
-    ALWAYS       the beams are not looked at
+    ALWAYS       always true, whatever the scores of the beams
     HEURISTIC    the best beam's score at its present length is not better
-    NEVER        its score at the longest length is not better, if the length penalty is positive (the best that it can
-                 get); otherwise as HEURISTIC
+    NEVER        the best beam's score at the longest length is not better, if the length penalty is positive (no length
+                 gives a better score); otherwise as HEURISTIC
 
 Sums are float32, as in transformers, so equal logprobs give scores that are equal to the last bit.
 """
@@ -45,7 +45,7 @@ class Hypothesis(NamedTuple):
     Attributes:
         token_ids: its tokens without the ending token.
         score: decides between hypotheses.
-        is_stopped: True if a token ended it; False if it reached the longest length.
+        is_stopped: True if a token ended the text; False if the text reached the longest length.
     """
 
     token_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Choice of tokens from logits: greedy, or by a draw.
 
 A draw has the steps of transformers' logits warpers: divide by the temperature, keep the `top_k` likeliest tokens (ties
-with the last one stay), keep the likeliest tokens that together reach `top_p`, keep the tokens with at least `min_p`
+with the k-th token stay), keep the likeliest tokens that together reach `top_p`, keep the tokens with at least `min_p`
 times the largest probability, draw.
 
 A draw takes one number u in [0, 1) from the sample's own generator and picks the first token whose cumulative

@@ -2,12 +2,12 @@
 
     1. compiled   first in a separate process, which measures its size (`calls/structures.py`), then on a thread. If
                   that fails, the caller gets the error
-    2. begun      each sample of a request has a matcher, a copy of the compiled one
+    2. begun      each sample of a request has a matcher, a copy of the compiled matcher
     3. followed   the matcher gives a mask before each token, then takes the token. While the grammar leaves the text
-                  free, tokens are only collected, until one comes that the grammar has to check (`openings.py`)
+                  free, tokens are only collected, until the grammar has to check a token (`openings.py`)
     4. ended      by an end-of-text token, which is allowed once the text is complete
 
-llguidance parses: it is an Earley parser over derivatives of regular expressions, in Rust. Fuel limits its steps. A
+llguidance parses: it is an Earley parser over derivatives of regular expressions, in Rust. Fuel limits the steps. A
 grammar that runs out of fuel fails only its own request.
 """
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 ERROR_CHARACTERS_MAX = 300
 CACHED_GRAMMAR_COUNT_MAX = 64
-CACHED_BYTES_MAX = 64 << 20  # of cached grammars
-BYTES_MAX = 128 << 20  # bytes of cached grammars, and of grammars that requests use
+CACHED_BYTES_MAX = 64 << 20  # most bytes of cached grammars
+BYTES_MAX = 128 << 20  # most bytes of cached grammars and of grammars that requests use
 GRAMMAR_BYTES_MIN = 64 << 10  # a grammar counts as at least this many bytes
-WAITING_MAX = 1024  # most collected tokens of a free text; a pass waits 1 to 2 ms for their parsing
+WAITING_MAX = 1024  # most tokens of a free text that wait for parsing; parsing so many delays a pass by 1 to 2 ms
 # JSON without optional whitespace: an uncertain model could fill any number of tokens with whitespace.
 JSON_OPTIONS = {"whitespace_flexible": False}
 
@@ -45,7 +45,7 @@ class GrammarsFullError(Exception):
 
 
 class GrammarError(ValueError):
-    """A structure that cannot be compiled; the message begins with the name of its field."""
+    """A structure that cannot be compiled; the message begins with the name of the request's field."""
 
 
 class Matcher:
@@ -59,7 +59,7 @@ class Matcher:
         Args:
             matcher: the matcher; nothing else may use it afterwards.
             eos_token_ids: the model's end-of-text tokens.
-            openings: the text is free until one of these; None if the text was never free, or already has one of them.
+            openings: the text is free until one of these; None if the text was never free, or already has an opening.
             begun: the end of the text so far that an opening may begin with.
         """
         self._matcher = matcher
@@ -147,7 +147,7 @@ def masks_of(matchers: Sequence[Matcher], vocabulary: int) -> np.ndarray:
 
 
 class Grammars:
-    """Compiles structures for one model, and caches the most recently used ones. Any thread may call it.
+    """Compiles structures for one model, and caches the most recently used structures. Any thread may call it.
 
     Args:
         tokenizer: returns the tokenizer's JSON; called once, for the first structure.
@@ -223,7 +223,7 @@ class Grammars:
             raise GrammarError(f"{name} cannot be used: {what[:ERROR_CHARACTERS_MAX]}")
         ready = Matcher(matcher, self._eos_token_ids)
         words = np.empty(word_count(self._vocabulary), dtype=np.int32)
-        ready.fill(words)  # The first mask may take long, and llguidance caches it. No pass should wait for it.
+        ready.fill(words)  # The first mask may take long. llguidance caches it, so that no pass has to wait for it.
         if not words.any():
             raise GrammarError(f"{name} cannot be used: it allows no text, or is too complex to check")
         if structure.kind is not StructureKind.GRAMMAR:
@@ -280,7 +280,7 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(text)
     if structure.kind is StructureKind.GRAMMAR:
-        if text.lstrip().startswith("{"):  # llguidance would read its own JSON form, with schemas inside
+        if text.lstrip().startswith("{"):  # llguidance would read this as its own JSON form, which may hold schemas
             raise GrammarError("grammar must be written in Lark's notation, not as JSON")
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in structure.texts))

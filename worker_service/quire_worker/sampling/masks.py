@@ -18,7 +18,7 @@ def pack(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
 
 
 def contains(words: np.ndarray, token: int) -> bool:
-    """Tells whether the bit of a token is set in int32 `[words]`."""
+    """Returns whether the bit of a token is set in int32 `[words]`."""
     return bool(int(words[token >> 5]) >> (token & 31) & 1)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 _HEAD: Final = "%llguidance"
 KEY: Final = "x-free-until"
 COUNT_MAX: Final = 64
-CHARACTERS_MAX: Final = 64  # of each opening
+CHARACTERS_MAX: Final = 64  # most characters of an opening
 
 
 class Openings:
@@ -35,7 +35,7 @@ class Openings:
         self._first = frozenset(text[0] for text in self._texts)
         self._beginnings = frozenset(text[:end] for text in self._texts for end in range(1, len(text)))
         self._spell, self._is_text = spell, is_text
-        self._free: dict[int, bool] = {}  # results of `is_free`
+        self._free: dict[int, bool] = {}  # results of `is_free`, by token
 
     def is_free(self, token: int) -> bool:
         """Returns whether a token may follow a free text and leaves it free."""

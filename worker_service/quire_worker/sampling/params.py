@@ -30,7 +30,7 @@ UINT64_MAX = 2**64 - 1
 
 
 class StructureKind(enum.Enum):
-    """Kinds of structures that a request can ask for. The values are the names of its fields."""
+    """Kinds of structures that a request can ask for. The values are the names of the request's fields."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -54,8 +54,8 @@ class Structure:
 class EarlyStopping(enum.Enum):
     """Rules that end a beam search once it has as many finished texts as beams, with transformers' values."""
 
-    HEURISTIC = "false"  # the search ends if the best beam, at its present length, is not above the worst text
-    ALWAYS = "true"  # ends at once
+    HEURISTIC = "false"  # the search ends if the best beam, at its present length, scores no better than the worst text
+    ALWAYS = "true"  # the search ends at once
     NEVER = "never"  # the search ends if no beam can become better at any length
 
 
@@ -75,7 +75,7 @@ class ParameterError(ValueError):
 class SamplingParams:
     """Parameters that decide how the tokens of a request are chosen, and where its texts end."""
 
-    max_tokens: int = MAX_TOKENS_DEFAULT  # per sample
+    max_tokens: int = MAX_TOKENS_DEFAULT  # most tokens of each sample
     temperature: float = 0.0  # 0 is greedy: top_k, top_p, min_p and seed have no effect
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
@@ -90,7 +90,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()  # empty: all tokens are allowed
     banned_token_ids: Sequence[int] = ()
-    stop: tuple[str, ...] = ()  # texts
+    stop: tuple[str, ...] = ()  # texts that end a sample
     min_tokens: int = 0
     logprobs: int | None = None  # number of likeliest alternatives with the chosen token's logprob; None: no logprobs
     prompt_logprobs: int | None = None
@@ -102,12 +102,12 @@ class SamplingParams:
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     skip_special_tokens: bool = True  # whether special tokens are left out of the text
     include_stop_in_output: bool = False  # whether the text includes the stop text or stop token
-    bad_words: tuple[str, ...] = ()  # texts
+    bad_words: tuple[str, ...] = ()  # texts that a sample never completes
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the tokens of `bad_words`
 
     @property
     def is_greedy(self) -> bool:
-        """Tells whether the likeliest token is always taken."""
+        """Returns whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @property

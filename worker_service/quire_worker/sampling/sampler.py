@@ -2,9 +2,10 @@
 
 A sampler follows its sample token by token on the model's thread, because that thread knows a token first. So the next
 pass finds the token already counted. Whenever a token is drawn for a sample, its sampler and generator advance by one.
-A preempted sample keeps both, and continues with the same text. Tokens drawn for a sample that has ended are not used.
+A preempted sample keeps its sampler and generator, and continues with the same text. Tokens drawn for a sample that has
+ended are not used.
 
-    logits of the model     logprobs are computed from these
+    logits of the model     logprobs are computed from these logits
     edits, then masks       `token_edits.py`, `masks.py`, `grammar.py`: single tokens, and the set of allowed tokens
     temperature and others  `choice.py`
 """
@@ -34,7 +35,7 @@ class Sampler:
 
     Attributes:
         params: parameters of the sample's request.
-        generator: generator of its random numbers; None if it is greedy.
+        generator: generator of its random numbers; None if the sampler is greedy.
         edits: changes of single logits; None if there are none.
         allowed: int32 `[words]`, mask of the tokens that may be chosen; None if all may.
         matcher: the structure that the text must match; None if it may be any text.

@@ -19,11 +19,11 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 INTEGER_MAX: Final = 1 << 53
-INT64_MAX: Final = (1 << 63) - 1  # a bound for all grammars; llguidance rounds it up, and clamps it back to this
+INT64_MAX: Final = (1 << 63) - 1  # allowed in all grammars: llguidance rounds this bound up, then clamps it back
 DIGITS_MAX: Final = 15  # digits of a decimal fraction that every float64 parser reads as the same number
 _EXCLUDED: Final = (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1))
 _VALUES: Final = frozenset({"const", "enum", "default", "examples"})  # keywords whose values are not schemas
-_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # schemas by name
+_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # keywords with schemas by name
 
 
 class NumberError(ValueError):
@@ -108,7 +108,7 @@ def _included(schema: Any, *, are_named: bool = False) -> Any:
             continue
         digits = len(str(abs(int(bound)))) if bound else 0
         if digits >= DIGITS_MAX:
-            continue  # the other bound would need more digits to be less than 1 away
+            continue  # an inclusive bound that is less than 1 away would need more digits
         del changed[excluded]
         inner = float(Decimal(int(bound)) + sign * Decimal(1).scaleb(digits - DIGITS_MAX))
         other = changed.get(included)

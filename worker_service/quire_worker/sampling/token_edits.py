@@ -57,7 +57,7 @@ class TokenEdits:
 
     @staticmethod
     def are_needed(params: SamplingParams) -> bool:
-        """Tells whether a request changes any single logit."""
+        """Returns whether a request changes any single logit."""
         return bool(
             params.has_penalties
             or params.logit_bias
@@ -100,7 +100,7 @@ class TokenEdits:
 
     def copy(self) -> TokenEdits:
         """Returns a copy for another sample that continues from here."""
-        self._is_shared = True  # Both samples use the same arrays until one of them counts a token. Most never do.
+        self._is_shared = True  # The samples share their arrays until one of them counts a token. Most never do.
         twin = object.__new__(TokenEdits)
         twin.__dict__.update(self.__dict__)
         return twin

@@ -1,6 +1,6 @@
-"""Admission of waiting samples: in order, while there are enough blocks, tokens and places.
+"""Admission of waiting samples: in order, while there are enough blocks, tokens of the pass, and places to run.
 
-A sample needs its blocks, except the ones that it will share with running samples. The sample is admitted when that
+A sample needs its blocks, except the blocks that it will share with running samples. The sample is admitted when that
 many blocks are free, plus one for itself and one for each running sample, because the next token may need a new block.
 The first sample that does not fit is the head: no later sample is admitted before it, except by backfilling
 (`backfill.py`). If nothing else runs, the head is admitted in any case.
@@ -65,7 +65,7 @@ class Peaks:
         attention = [group for group in groups if group.kind is not GroupKind.STATE]
         size = attention[0].block_size
         windows = [group.window for group in attention if group.kind is not GroupKind.FULL_ATTENTION]
-        # The first key that a pass reads may be the last one of its block.
+        # The first key that a pass reads may be the last key of its block, so one more block is needed.
         self._windowed = [-(-(window + pass_token_count - 2) // size) + 1 for window in windows]
         self._group_count = len(attention)
         self._state_count = len(groups) - len(attention)
@@ -81,11 +81,11 @@ class Applicants:
     """Waiting samples that apply for admission. `consider` goes through them, and admits those that fit.
 
     Args:
-        running: the running samples in order, backfilled ones last.
+        running: the running samples in order, backfilled samples last.
         limits: what admissions may use in this turn.
         block_size: tokens per block.
         peaks: the most blocks that sequences hold at a time.
-        sequence_tokens_max: the most tokens of a sequence; a sample ends with the last of them.
+        sequence_tokens_max: the most tokens of a sequence; a sample ends when it has so many.
         resting: samples of branches; their blocks may be shared.
     """
 
@@ -137,7 +137,7 @@ class Applicants:
                 looked_at += 1
                 self._backfill(sample, digests)
             elif not self._admit(sample, digests, self._running):
-                # These samples passed this head, or a later one.
+                # Each of these samples passed this head, or an earlier head that now waits behind this head.
                 passed = [each for each in self._running if each.passed is not None]
                 if passed and self._fits_without(sample, digests, passed):
                     if not may_preempt:
@@ -150,7 +150,7 @@ class Applicants:
         return self.chosen
 
     def _admit(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
-        """Admits a sample if it fits together with the running ones."""
+        """Admits a sample if it fits together with the running samples."""
         shared = self._shared(digests, running)
         needed = self._needed(sample, shared)
         is_alone = not running and not self.chosen.admissions
@@ -175,7 +175,7 @@ class Applicants:
             self._waits[sample] = Wait(reason, missing_block_count)
 
     def _note_shortage(self, sample: Sample, digests: list[bytes]) -> None:
-        """Records the resources that a sample lacks if it does not fit together with the running ones."""
+        """Records the resources that a sample lacks if it does not fit together with the running samples."""
         if self._left.samples < places_of(sample):
             self._note(sample, WaitReason.PLACES)
         elif self._waits is not None:
@@ -254,7 +254,7 @@ class Applicants:
         if (
             places_of(sample) == 1
             and not sample.is_beam
-            and sample.passed is not self._head  # This head preempted the sample before.
+            and sample.passed is not self._head  # This head preempted the sample earlier.
             and self._fits(sample, needed, len(self._running))
             and self._reservation.admits(turn_count, at_end)
         ):

@@ -1,6 +1,6 @@
-"""EASY backfilling: admits later samples before the first one that does not fit, without delaying that one.
+"""EASY backfilling: admits later samples before the first sample that does not fit, without delaying that sample.
 
-The first sample in order that lacks blocks (or places) is the *head*. Later samples may pass it if they do not delay it
+The first sample in order that lacks blocks or a place is the *head*. Later samples may pass it if they do not delay it
 (Lifka, "The ANL/IBM SP Scheduling System", 1995). The latest end of each sample is known from `max_tokens`, and so is
 the latest start of the head:
 
@@ -11,7 +11,7 @@ A later sample is *backfilled* if it fits now, and either ends before that start
 
 A stop token can end a sample sooner, and then the head could start sooner, too. Counted in turns, the head still never
 starts later than without backfilling: a backfilled sample uses only resources that are left over while its head waits.
-A backfilled sample gets tokens of a pass after all others. If the head or a running sample's next token needs its
+A backfilled sample gets a pass's tokens after all other samples. If the head or a running sample's next token needs its
 blocks, the backfilled sample is preempted in the same step. A sample that was preempted for a head does not pass it
 again. Prompts with several samples and beams are never backfilled, because a step that frees a sequence cannot fork it.
 """
@@ -41,7 +41,7 @@ class Reservation(NamedTuple):
     spare: int
 
     def admits(self, turn_count: int, block_count: int) -> bool:
-        """Tells whether a sample that runs for `turn_count` turns, and then holds `block_count` blocks, may pass."""
+        """Returns whether a sample that runs for `turn_count` turns, and then holds `block_count` blocks, may pass."""
         return turn_count <= self.turn_count or block_count <= self.spare
 
     def after(self, turn_count: int, block_count: int) -> Reservation:
@@ -63,12 +63,12 @@ def reserve(
 
     Args:
         running: all samples that hold blocks.
-        blocks: free blocks, plus those held ahead.
+        blocks: free blocks, plus blocks held ahead.
         places: the number of further samples that may run.
         needed: blocks that the head needs.
         needed_places: the number of the head's samples.
         block_size: tokens per block.
-        sequence_tokens_max: the most tokens of a sequence; a sample ends with the last of them.
+        sequence_tokens_max: the most tokens of a sequence; a sample ends when it has so many.
     """
     ends = sorted(
         (turns_left(each, sequence_tokens_max), each.table_length - block_count_of(each, block_size))
@@ -96,7 +96,7 @@ def blocks_at_end(sample: Sample, block_size: int, sequence_tokens_max: int) -> 
 
 
 def places_of(sample: Sample) -> int:
-    """Returns the number of samples that run if this one does: the first sample of a request brings all its forks."""
+    """Returns how many samples run if this sample does: the first sample of a request brings all its forks."""
     is_first = sample.index == 0 and sample.output_token_count == 0 and sample.draws
     if not is_first:
         return 1
@@ -116,7 +116,7 @@ def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block
 def held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
     """Returns the number of leading blocks that other samples hold.
 
-    Equal digests at a place mean equal blocks before it.
+    If two digests at the same position are equal, all blocks before that position are equal, too.
     """
     count = 0
     for sample in running:

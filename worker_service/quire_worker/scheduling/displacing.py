@@ -1,4 +1,4 @@
-"""Preemption between namespaces: one without running samples displaces a sample of one that has several."""
+"""Preemption between namespaces: if one has no running sample, a namespace with several may lose a sample."""
 
 from __future__ import annotations
 

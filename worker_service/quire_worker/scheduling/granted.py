@@ -14,7 +14,7 @@ from quire_worker.scheduling.plan import Growing, Plan, Work
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.roster import Roster
 
-REFUSED: Final = (Result.FORBIDDEN, Result.QUOTA)  # the request ends with an error; see `refusal_of`
+REFUSED: Final = (Result.FORBIDDEN, Result.QUOTA)  # results that end the request with an error; see `refusal_of`
 
 
 def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
@@ -34,7 +34,7 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
 
 
 def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
-    """Stores the blocks that a sample was granted. Returns False if it was granted none.
+    """Stores the blocks that a sample was granted. Returns False if no block was granted.
 
     Raises:
         AssertionError: a grow of this worker cannot have that answer.
@@ -66,7 +66,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         if roster.has_states:
             sample.states = [own[0] for own in states]
             sample.pass_ends = pass_ends(grown, sample.swapped.end if sample.swapped is not None else 0)
-        if sample.swapped is not None and sample.computed >= sample.swapped.end:  # All of its swapped tokens were hit.
+        if sample.swapped is not None and sample.computed >= sample.swapped.end:  # All its swapped tokens were hit.
             roster.swap.release(sample)
         if not sample.request.admitted:
             sample.request.admitted = True
@@ -83,7 +83,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
 
 
 def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -> list[Work]:
-    """Returns the plan's work on samples that have room. This work comes after the work under way."""
+    """Returns the plan's work on samples that have their blocks. This work comes after the work under way."""
     before, work = {item.sample: item for item in under_way}, []
     for sample, token_count in plan.wanted:
         at = standing(sample, before.get(sample))

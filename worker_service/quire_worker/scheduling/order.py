@@ -2,19 +2,19 @@
 
     urgency = min(deadline, arrival + 600 s) - 60 s * priority        smaller is sooner
 
-Every request has a due time, and the earliest is first. It is the deadline, but at most 600 s after the request's
+Every request has a due time, and the earliest is first. The due time is the deadline, at most 600 s after the request's
 arrival. Each step of priority makes it 60 s earlier (Jackson's urgency number, 1960). So priorities decide among
 requests that arrive at about the same time. No request waits forever. A request that arrives more than 20 minutes and
-600 s after another one is always behind it, for all priorities and deadlines.
+600 s after another request is always behind that request, for all priorities and deadlines.
 
 Running samples have the same order across namespaces: the first gets its blocks first and is preempted last. A sample's
 place never changes, so the first sample always makes progress, and in the end all samples do. Backfilled samples
-(`backfill.py`) are behind all others while the head that they passed still waits.
+(`backfill.py`) are behind all other samples while the head that they passed still waits.
 
 Virtual token counters decide between namespaces (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 A namespace's counter rises by 1 for each computed token of its prompts, and by 2 for each generated token. The first
 sample of the namespace with the smallest counter is considered next. When a namespace begins to wait, its counter is
-raised to the smallest counter of the waiting ones, or to that of the last one that waited. So time without requests
+raised to the smallest counter of the waiting namespaces, or of the last namespace that waited. So time without requests
 earns no credit. The service of two waiting namespaces differs by a bound that does not grow with time: the number of
 tokens that may run at a time.
 
@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quire_worker.scheduling.request import Request, Sample
 
-DUE_S_MAX = 600.0  # also the default deadline of clients
+DUE_S_MAX = 600.0  # equals the default deadline of clients
 PRIORITY_S = 60.0
 
 PROMPT_TOKEN_COST = 1
@@ -44,13 +44,13 @@ def urgency_of(request: Request) -> float:
 
 
 def order_of(sample: Sample) -> tuple[float, int, int]:
-    """Returns the sort key of waiting samples. It never changes."""
+    """Returns the sort key of a waiting sample. The key never changes."""
     request = sample.request
     return urgency_of(request), request.number, sample.index
 
 
 def rank_of(sample: Sample) -> tuple[bool, float, int, int]:
-    """Returns the sort key of running samples. The last one gets blocks last, and is preempted first."""
+    """Returns the sort key of a running sample. The last sample gets blocks last, and is preempted first."""
     return sample.passed is not None, *order_of(sample)
 
 
@@ -83,7 +83,7 @@ class Shares:
     def leave(self, namespace: str) -> None:
         """Notes that a namespace has no more waiting samples.
 
-        The next one to join an empty queue gets at least its counter.
+        The next namespace to join an empty queue gets at least this namespace's counter.
         """
         self._floor = max(self._floor, self.counter(namespace))
 
@@ -95,7 +95,7 @@ class Shares:
     def _forget(self, kept: set[str]) -> None:
         """Drops the smallest counters, up to half of them.
 
-        No namespace gains by that, because the floor rises to them.
+        No namespace gains by this, because the floor rises to the dropped counters.
         """
         idle = sorted((counter, each) for each, counter in self._counters.items() if each not in kept)
         for counter, namespace in idle[: NAMESPACES_MAX // 2]:

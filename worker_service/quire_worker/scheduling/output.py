@@ -21,7 +21,7 @@ class FinishReason(Enum):
     """Why a sample ended."""
 
     STOP = "stop"  # end-of-text, a stop token or a stop text
-    LENGTH = "length"  # `max_tokens`, or the longest sequence that fits
+    LENGTH = "length"  # the sample has `max_tokens` tokens, or is the longest sequence that fits
 
 
 class Delivery(NamedTuple):

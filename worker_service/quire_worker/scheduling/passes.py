@@ -1,6 +1,6 @@
 """Chooses where a pass over a sample ends: at its budget, at a stop, or at the most tokens that fit the pool at once.
 
-In a pool with recurrent states, a commit makes a checkpoint only at a stop, and only if no room behind it is granted.
+In a pool with recurrent states, a commit makes a checkpoint only at a stop, and only if no block behind it is granted.
 So a pass ends there. The commit gives back the blocks after the stop, and the same step asks for them again. The
 allocator names the stops of a sample when it admits the sample (`pass_ends`).
 
@@ -34,7 +34,7 @@ class Standing(NamedTuple):
 
 
 def standing(sample: Sample, work: Work | None) -> Standing:
-    """Returns the standing of a sample. `work` is its part of the pass under way, if there is one."""
+    """Returns the standing of a sample. `work` is the sample's part of the pass under way, if any."""
     if work is None:
         return Standing(sample.computed, len(sample.tokens))
     return Standing(work.end, len(sample.tokens) + work.is_complete)
@@ -57,12 +57,12 @@ def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
 
 
 def is_at_stop(sample: Sample, at: Standing) -> bool:
-    """Tells whether the sample's last pass ended at a stop and is not committed yet."""
+    """Returns whether the sample's last pass ended at a stop and is not committed yet."""
     return sample.committed < at.start and at.start in sample.pass_ends
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:
-    """Returns the samples that must give back their room behind the computed tokens.
+    """Returns the samples that must give back the blocks behind their computed tokens.
 
     Their commit makes a checkpoint, or their state will be shared. `filled` are the samples that commit now.
     """

@@ -34,15 +34,15 @@ class Work(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Returns how many tokens of the sample are computed after this work, without drafted ones."""
+        """Returns how many tokens of the sample are computed after this work, without drafted tokens."""
         return self.start + self.token_count
 
 
 def is_for_first_tokens(work: Sequence[Work]) -> bool:
-    """Tells whether a pass samples only first tokens of answers.
+    """Returns whether a pass samples only first tokens of answers.
 
-    Samples of branches do not count, because the blocks that their requests pay for depend on the room that is
-    requested during the pass.
+    Samples of branches do not count: the number of blocks that their requests pay for depends on what the turn asks for
+    during the pass.
     """
     is_complete = any(item.is_complete for item in work)
     return is_complete and all(item.sample.request.first_token_s is None and not item.sample.rests for item in work)
@@ -88,7 +88,7 @@ class Admission(NamedTuple):
         token_count: tokens to compute in the first pass.
         block_count: the most free blocks that it takes.
         digests: digests of its blocks, to be matched.
-        passed: the head that it passes if it is backfilled.
+        passed: the head that the sample passes if it is backfilled.
     """
 
     sample: Sample
@@ -120,8 +120,8 @@ class Committing(NamedTuple):
         sequence_id: its sequence when the plan was made. The sample may have lost its sequence by the time of the
             answer.
         digests: digests of the blocks that became full.
-        keep_token_count: the number of tokens that the sample keeps room for; it gives back the blocks after them. 0:
-            it gives nothing back.
+        keep_token_count: the number of tokens that the sample keeps capacity for; it gives back the blocks after these
+            tokens. 0: the sample gives nothing back.
     """
 
     sample: Sample
@@ -147,7 +147,7 @@ class Entering(NamedTuple):
         digests: digests of its blocks, to be matched.
         prompt_token_count: all tokens that it needs, if the grow is only for its first chunk; otherwise 0.
         is_return: whether it was admitted before.
-        passed: the head that it passes if it is backfilled.
+        passed: the head that the sample passes if it is backfilled.
     """
 
     digests: Sequence[bytes]
@@ -157,7 +157,7 @@ class Entering(NamedTuple):
 
 
 class Growing(NamedTuple):
-    """A sample that asks for room for `token_count` tokens, with its sequence id at the allocator."""
+    """A sample that asks for blocks for `token_count` tokens, with its sequence id at the allocator."""
 
     sample: Sample
     sequence_id: int
@@ -182,18 +182,18 @@ class Plan:
     Attributes:
         commits: samples that commit.
         frees: sequences that end.
-        keeps: the wishes of some of these to keep their prefix.
-        drops: blocks of some of these that are not to stay cached.
-        forks: samples that share the blocks of others.
-        grows: samples that ask for room.
+        keeps: the wishes of some of these sequences to keep their prefix.
+        drops: blocks of some of these sequences that are not to stay cached.
+        forks: samples that share the blocks of other samples.
+        grows: samples that ask for blocks.
 
     The work, and facts about the turn:
 
     Attributes:
-        wanted: samples in order, each with the number of tokens to compute if its room is granted.
-        victims: backfilled samples that are preempted for others. The victims' sequences are in `frees`.
+        wanted: samples in order, each with the number of tokens to compute if its blocks are granted.
+        victims: backfilled samples that are preempted for other samples. The victims' sequences are in `frees`.
         is_unfair: whether the head of the queue got no place or no blocks while its namespace has no running sample.
-        is_whole: whether every running sample has room.
+        is_whole: whether every running sample has capacity for its next tokens.
         tokens_left: tokens left in the forward pass after the samples that are not backfilled.
         chosen: samples that would be admitted in addition; None if that was not examined.
     """
@@ -212,7 +212,7 @@ class Plan:
     chosen: Round | None = None
 
     def note_wishes(self, ended: Iterable[Sample], block_size: int) -> None:
-        """Adds what is to become of the published blocks of samples that end."""
+        """Adds for samples that end whether their published blocks should stay cached."""
         for sample in ended:
             wish, hidden_from = sample.request.wish, sample.hidden_from
             if wish.keep_ms:
@@ -224,10 +224,10 @@ class Plan:
 
     @property
     def has_to_be_sent(self) -> bool:
-        """Tells whether the plan asks the allocator for anything."""
+        """Returns whether the plan asks the allocator for anything."""
         return bool(self.commits or self.frees or self.forks or self.grows)
 
     @property
     def to_admit(self) -> set[Sample]:
-        """Returns the waiting samples that are admitted if their room is granted."""
+        """Returns the waiting samples that are admitted if their blocks are granted."""
         return {each.sample for each in self.grows if each.entering is not None}

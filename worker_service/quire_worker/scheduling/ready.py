@@ -36,7 +36,7 @@ def ready_after(
         roster: the roster of the samples.
         drafting: makes drafts; None without them.
         budget: tokens of the turn's pass.
-        longest: the most tokens of a sequence; a sample ends with the last of them.
+        longest: the most tokens of a sequence; a sample ends when it has so many.
     """
     plan, work_of = Plan(is_whole=roster.may_go_on), {item.sample: item for item in under_way}
     parents = roster.parents()

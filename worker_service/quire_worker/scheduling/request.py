@@ -18,8 +18,8 @@ Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
     [0, committed)            in the pages, and known to the allocator
     [committed, computed)     in the pages; the next step commits them if a block became full
-    [computed, len(tokens))   still to be computed, or under way; in decoding, this is the one token sampled last
-    [len(tokens), granted)    room in blocks that the sample already holds
+    [computed, len(tokens))   still to be computed, or under way; in decoding, this is only the last sampled token
+    [len(tokens), granted)    capacity for further tokens, in blocks that the sample already holds
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Request:
     """One prompt and its samples.
 
     Attributes:
-        number: increases with every request; an older request has a lower one.
+        number: increases with every request; an older request has a lower number.
         sampling: the parameters of its generation.
         root: the digest that the prompt's chain starts from.
-        rotation: how the rotation of its keys depends on its length; None if it does not.
+        rotation: how the rotation of the request's keys depends on its length; None if the rotation does not.
         adapter: LoRA adapter of the request; None for the plain model.
         cache_salt: within the namespace, prefixes are shared only among requests of equal salt.
         output: the output for its caller.
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Tells whether every sample has ended."""
+        """Returns whether every sample has ended."""
         return all(sample.has_ended for sample in self.samples)
 
     def let_go(self) -> None:
@@ -132,18 +132,18 @@ class Sample:
         fork_of: the sample from which the next step forks it.
         states: its running block for each group of recurrent states; empty if the pool has none.
         pass_ends: token counts in rising order, at which its passes end for a checkpoint; see `passes.py`.
-        pass_token_count_max: the most tokens of a pass, after the pool had no room for a longer one; 0 for no limit.
+        pass_token_count_max: the most tokens of a pass, after a longer pass did not fit the pool; 0 for no limit.
         begun_with: the number of tokens that it began with; its keys are rotated for at least so many
             (`model/rotary.py`).
-        passed: the head of the queue that it passed, until that is admitted; see `backfill.py`.
+        passed: the head of the queue that the sample passed, until that head is admitted; see `backfill.py`.
         swapped: its tokens in host memory, from a preemption until they are restored.
         stop_reason: the stop text or stop token that ended it.
         logprob_sum: sum of its tokens' logprobs, if samples are compared.
         beam: its part in a beam search.
         branch: its task, if it belongs to a branch.
         draft: makes drafts of its next tokens.
-        lost: the number of leading tokens that were computed before a preemption. Those computed again are counted.
-        hidden_from: leading blocks whose digests others know, if it hides what it computes; None before its admission.
+        lost: the number of leading tokens that were computed before a preemption. Tokens computed again are counted.
+        hidden_from: leading blocks whose digests are known elsewhere, if the sample hides its own; None until admitted.
         token_s: when its latest token came, by the clock of `arrived_s`; None before the first.
     """
 
@@ -190,12 +190,12 @@ class Sample:
 
     @property
     def is_beam(self) -> bool:
-        """Tells whether the sample is a beam of its request."""
+        """Returns whether the sample is a beam of its request."""
         return self.beam is not None
 
     @property
     def awaits_choice(self) -> bool:
-        """Tells whether this beam is computed while other beams are not.
+        """Returns whether this beam is computed while other beams are not.
 
         The search chooses when all beams are computed.
         """
@@ -203,14 +203,14 @@ class Sample:
 
     @property
     def draws(self) -> bool:
-        """Tells whether a token is sampled after its last one. If not, the sample ends when all its tokens are
+        """Returns whether a token is sampled after its last token. If not, the sample ends when all its tokens are
         computed.
         """
         return self.branch is None or self.branch.draws
 
     @property
     def rests(self) -> bool:
-        """Tells whether it keeps its blocks after a successful end, because it belongs to a branch."""
+        """Returns whether the sample keeps its blocks after a successful end, because it belongs to a branch."""
         return self.branch is not None and self.branch.rests
 
     @property
@@ -220,7 +220,7 @@ class Sample:
 
     @property
     def has_forks_to_come(self) -> bool:
-        """Tells whether other samples of the request may be forked when this one's next token is known."""
+        """Returns whether other samples of the request may be forked when this sample's next token is known."""
         if self.is_beam:
             return True
         is_first = self.index == 0 and self.output_token_count == 0
@@ -235,12 +235,12 @@ class Sample:
 
     @property
     def needs_all_logits(self) -> bool:
-        """Tells whether logits are wanted after more than its last token: for a prompt's logprobs, or for scores."""
+        """Returns whether logits are needed after more than the last token: for a prompt's logprobs, or for scores."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
         return self.scored is not None or wants_prompt
 
     def is_restored_at(self, position: int) -> bool:
-        """Tells whether the token at a position is restored instead of being computed."""
+        """Returns whether the token at a position is restored instead of being computed."""
         return self.swapped is not None and self.swapped.first <= position < self.swapped.end
 
     @property
@@ -250,17 +250,17 @@ class Sample:
 
     @property
     def held_block_count(self) -> int:
-        """Returns the number of blocks in its tables of all groups."""
+        """Returns the number of blocks in the sample's tables of all groups."""
         return self.table_length * len(self.tables) - sum(self.fallen) + len(self.states)
 
     def held_blocks(self) -> set[int]:
-        """Returns the blocks in its tables of all groups."""
+        """Returns the blocks in the sample's tables of all groups."""
         held = {block for table in (*self.tables, self.states) for block in table}
         held.discard(NULL_BLOCK)
         return held
 
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
-        """Returns the digests of the blocks `[first, end)` of its tokens. Each digest is computed only once."""
+        """Returns the digests of the sample's blocks `[first, end)`. Each digest is computed only once."""
         known = len(self._digests)
         if end > known:
             if self._chain is None:
@@ -272,7 +272,7 @@ class Sample:
         return self._digests[first:end]
 
     def hide(self, block_size: int, block_count: int) -> None:
-        """Changes the digests of its blocks from `block_count` on, if its request is not to be stored.
+        """Changes the digests of the sample's blocks from `block_count` on, if its request is not to be stored.
 
         Later admissions use the same digests, so they hit what the sample has computed before.
         """
@@ -283,7 +283,7 @@ class Sample:
         self._chain = DigestChain(salted_root(last, self.request.wish.secret), block_size)
 
     def forget_blocks(self) -> None:
-        """Drops all its blocks: it was freed or preempted, or the allocator lost it."""
+        """Drops all the sample's blocks: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
         self.tables, self.fallen, self.states, self.pass_ends = [], [], [], ()
         self.granted = self.committed = self.computed = self.pass_token_count_max = 0
@@ -291,16 +291,16 @@ class Sample:
 
     @property
     def is_outgrown(self) -> bool:
-        """Returns whether its keys are rotated for a shorter sequence, so that they must be computed again."""
+        """Returns whether the sample's keys are rotated for a shorter sequence, so that they must be computed again."""
         return self.is_outgrown_by(len(self.tokens))
 
     def is_outgrown_by(self, token_count: int) -> bool:
-        """Returns whether its keys would have to be computed again at this number of tokens."""
+        """Returns whether the sample's keys would have to be computed again at this number of tokens."""
         rotation = self.request.rotation
         return rotation is not None and rotation.is_outgrown(self.begun_with, token_count)
 
     def begin_again(self) -> None:
-        """Makes it begin again with all its tokens so far. The sample no longer holds blocks."""
+        """Makes the sample begin again with all its tokens so far. The sample no longer holds blocks."""
         self.forget_blocks()
         self.begun_with = len(self.tokens)
         self._digests, self._chain, self.hidden_from = [], None, None
@@ -317,7 +317,7 @@ class Sample:
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def take_blocks_of(self, parent: Sample, block_size: int) -> None:
-        """Shares the blocks of `parent`, after the allocator has forked it."""
+        """Shares the blocks of `parent`, after the allocator has forked this sample."""
         length = -(-self.computed // block_size)
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
         self.states, self.pass_ends = list(parent.states), parent.pass_ends
@@ -340,7 +340,7 @@ class Sample:
             self.states[swap.group - len(self.tables)] = swap.block
 
     def settle(self, groups: Sequence[GroupSpec]) -> None:
-        """Drops the blocks that no token after the committed ones reads. The commit has already released them."""
+        """Drops the blocks that no token after the committed tokens reads. The commit has already released these."""
         for index, (table, group) in enumerate(zip(self.tables, groups, strict=False)):
             first, end = self.fallen[index], group.first_read(self.committed) // group.block_size
             if end > first:

@@ -4,7 +4,7 @@ Lifecycle of a branch's sample, in addition to the one in `request.py`:
 
     1. forking    it is a fork of another branch's sample, and gets its sequence with the next step that forks
     2. resting    it has finished its task; it holds its sequence, and has nothing to compute
-    3. settling   it rests, and the next step commits its full blocks and gives back its room ahead
+    3. settling   it rests, and the next step commits its full blocks and gives back the blocks held ahead
     4. running    it was woken for another request on the same sequence
     5. leaving    it was dropped, or its task failed; the next step frees its sequence
 
@@ -12,7 +12,7 @@ Running samples have precedence. If blocks are missing, the blocks of the least 
 first, before any running sample is preempted. Lost blocks are computed again when the branch is used, unless the cache
 still has them. So a branch never makes a request wait, and a pool full of branches is as good as an empty one.
 
-A resting sample has computed all tokens of its branch except the last one. The last token is computed again, because
+A resting sample has computed all tokens of its branch except the last. The last token is computed again, because
 its logits are needed.
 """
 
@@ -50,7 +50,7 @@ class Resting:
         return sample in self._held
 
     def add(self, sample: Sample) -> None:
-        """Makes a sample rest. If a token was sampled after its last token, that one will be computed again."""
+        """Makes a sample rest. If a token was sampled after its last token, the last token will be computed again."""
         if sample.draws:
             sample.computed = min(sample.computed, len(sample.tokens) - 1)
         sample.has_ended, sample.passed = True, None
@@ -63,7 +63,7 @@ class Resting:
         self.forking.append(child)
 
     def take_forks(self, place_count: int | None = None) -> list[Sample]:
-        """Removes and returns the children that should run: as many as there are places, or all of them."""
+        """Removes and returns the children that should run: at most `place_count`, or all if it is None."""
         to_run = [child for child in self.forking if not child.rests]
         taken = to_run if place_count is None else to_run[: max(0, place_count)]
         self.forking = [child for child in self.forking if child not in taken]
@@ -82,10 +82,10 @@ class Resting:
         return [*self.settling, *[each for each in parents if each is not None and each in self._held]]
 
     def settled(self, block_size: int, *, has_states: bool) -> list[Sample]:
-        """Returns the samples that came to rest since the last step and hold room behind their computed tokens.
+        """Returns the samples that came to rest since the last step and hold capacity behind their computed tokens.
 
-        The samples are returned once. The room must be a block, or with states a token: a state is shared and published
-        only at the end of the room.
+        Each sample is returned once. The capacity must be a block or more, with states a token: a state is shared and
+        published only at the end of the granted capacity.
         """
         settling, self.settling = self.settling, []
         unit = 1 if has_states else block_size
@@ -100,7 +100,7 @@ class Resting:
             self.forking.remove(sample)
 
     def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
-        """Removes a sample, which runs for a request. `tokens` begin with all that it has computed."""
+        """Removes a sample, which runs for a request. `tokens` begin with all tokens that the sample has computed."""
         self.remove(sample)
         sample.request, sample.tokens, sample.branch = request, tokens, BranchTask(rests=True, draws=draws)
         sample.has_ended, sample.finish_reason = False, None

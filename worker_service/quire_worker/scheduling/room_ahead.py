@@ -16,7 +16,7 @@ from quire_worker.scheduling.request import Sample
 def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sample]]:
     """Returns the samples that continue to decode after this pass, unless they stop.
 
-    Beams get no room ahead, because the search has not yet chosen the beams that continue.
+    Beams get no blocks ahead, because the search has not yet chosen the beams that continue.
     """
     return [
         Decoding(sample, sample.granted, len(sample.tokens) + 1, last_of(sample, sequence_tokens_max))
@@ -26,7 +26,7 @@ def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sa
 
 
 def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Sequence[Decoding[Sample]]) -> int:
-    """Returns the number of tokens that the running samples need in the pass after this one."""
+    """Returns the number of tokens that the running samples need in the pass after this pass."""
     counts = {item.sample: item.token_count for item in work}
     return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
@@ -34,9 +34,9 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
 def next_chunks(
     running: Iterable[Sample], work: Iterable[Work], budget: int, block_size: int
 ) -> list[tuple[Sample, int]]:
-    """Returns the samples that have an unfinished prompt after this pass, and no room yet for the next chunk.
+    """Returns the samples that have an unfinished prompt after this pass, and no blocks yet for the next chunk.
 
-    Each sample comes with the number of tokens that it needs room for. The next pass has `budget` tokens.
+    Each sample comes with the number of tokens that it needs blocks for. The next pass has `budget` tokens.
     """
     chunks, counts = [], {item.sample: item.token_count for item in work}
     for sample in running:
@@ -65,7 +65,7 @@ def block_count_of(sample: Sample, block_size: int) -> int:
 
 
 def last_of(sample: Sample, sequence_tokens_max: int) -> int:
-    """Returns how many tokens of a sample are ever computed: all except the last one, because no token follows it.
+    """Returns how many tokens of a sample are ever computed: all except the last token, because no token follows it.
 
     If no token is sampled, all tokens of the sample are computed.
     """

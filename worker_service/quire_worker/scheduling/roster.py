@@ -30,7 +30,7 @@ class Roster:
 
     Attributes:
         waiting: waiting samples, in the order of `order.py`, fair between namespaces.
-        running: running samples, in the order of `order.py`, backfilled ones last.
+        running: running samples, in the order of `order.py`, backfilled samples last.
         shares: the service that each namespace has received.
         resting: samples of branches that no call uses.
         leaving: ended samples; the next step commits them once more, and frees them.
@@ -41,7 +41,7 @@ class Roster:
         preemption_count: how many times a running sample was preempted.
         recomputed_token_count: number of tokens that were computed again after preemptions.
         backfilled_count: how many times a sample passed a head.
-        yield_count: how many times a backfilled sample was preempted in favor of others, in the same step.
+        yield_count: how many times a backfilled sample was preempted in favor of other samples, in the same step.
         on_filled: called with a sample and the range of its blocks that are full and about to be committed.
         noted: requests whose blocks were already counted since the last pass, because one of their samples ended.
         preempted: requests with preempted samples; `Reception.note_admitted` clears the list.
@@ -82,13 +82,13 @@ class Roster:
 
     @property
     def has_work(self) -> bool:
-        """Tells whether another turn has anything to do."""
+        """Returns whether another turn has anything to do."""
         has_to_say = self.leaving or self.to_free or self.resting.settling or self.resting.forking
         return bool(self.waiting or self.running or has_to_say)
 
     @property
     def may_go_on(self) -> bool:
-        """Tells whether any running sample has tokens to compute, and no sample must be forked first."""
+        """Returns whether any running sample has tokens to compute, and no sample must be forked first."""
         return not self.resting.forking and not all(sample.awaits_choice for sample in self.running)
 
     def parents(self) -> set[Sample | None]:
@@ -110,7 +110,7 @@ class Roster:
 
     def start(self, sample: Sample, passed: Sample | None = None) -> None:
         """Makes an admitted sample run. The sample is backfilled if the head that it `passed` still waits. Samples that
-        passed this one no longer count as backfilled."""
+        passed this sample no longer count as backfilled."""
         self.waiting.remove(sample)
         self._forget_passing(sample)
         sample.passed = passed if passed in self.waiting else None
@@ -118,7 +118,7 @@ class Roster:
         insort(self.running, sample, key=rank_of)
 
     def backfilled_apart(self) -> tuple[list[Sample], list[Sample]]:
-        """Returns the running samples: first the ordinary ones, then the backfilled ones whose head still waits."""
+        """Returns the running samples: first ordinary samples, then backfilled samples whose head still waits."""
         count = sum(sample.passed is not None for sample in self.running)
         return self.running[: len(self.running) - count], self.running[len(self.running) - count :]
 
@@ -152,7 +152,7 @@ class Roster:
             self.resting.remove(sample)
 
     def _is_beyond(self, sample: Sample, reason: FinishReason) -> bool:
-        """Tells whether a sample's states may be a token ahead of its tokens. The states then include a stop token,
+        """Returns whether a sample's states may be a token ahead of its tokens. The states then include a stop token,
         or a token that is being computed, and cannot step back."""
         return self.has_states and sample.draws and reason is FinishReason.STOP
 
@@ -165,7 +165,7 @@ class Roster:
             self.running.sort(key=rank_of)
 
     def leave_queue(self, sample: Sample) -> None:
-        """Removes a beam that need not be computed again from the queue. Does nothing if it does not wait."""
+        """Removes from the queue a beam that need not be computed again. Does nothing if the beam does not wait."""
         if sample in self.waiting:
             self.waiting.remove(sample)
             self._forget_passing(sample)
@@ -186,7 +186,7 @@ class Roster:
         self.resting.clear()
         self.moves.clear()
         for sample in (*running, *self.waiting.in_any_order()):
-            self.swap.release(sample)  # It is unknown which blocks were moved.
+            self.swap.release(sample)  # It is unknown which of the sample's blocks were moved.
         for sample in running:
             sample.request.trace.note_blocks(sample.request.block_count)
             self._uncount_ahead(sample)
@@ -217,15 +217,15 @@ class Roster:
         return {victim}
 
     def make_way(self) -> None:
-        """Preempts the last beam if all running samples await a choice of beams, so that others can be admitted. Only
-        called while nothing is being computed."""
+        """Preempts the last beam if all running samples await a choice of beams, so that other samples can be admitted.
+        Only called while nothing is being computed."""
         are_idle = bool(self.running) and all(sample.awaits_choice for sample in self.running)
         if are_idle and self.waiting and not self.to_free:
             self.preempt_last()
 
     def make_room(self, plan: Plan) -> None:
-        """Preempts the victims of a plan. Others get their blocks in the same step. Only called while no answer is
-        pending. Commits of the plan may name the victims."""
+        """Preempts the victims of a plan. Other samples get the victims' blocks in the same step. Only called while no
+        answer is pending. Commits of the plan may name the victims."""
         self.yield_count += len(plan.victims)
         for victim in plan.victims:
             plan.frees.append(victim.sequence_id)
@@ -254,7 +254,7 @@ class Roster:
 
     def begin_outgrown_again(self, plan: Plan) -> None:
         """Requeues samples that outgrew the length of their keys' rotation, to be computed from the start. Only called
-        while no answer is pending. The plan frees them, and its commits may name them. Frees come before forks, so
+        while no answer is pending. The plan frees these samples; its commits may name them. Frees come before forks, so
         parents and forks stay for one more turn."""
         forking = {sample for fork in plan.forks for sample in (fork.parent, fork.child)}
         for sample in [each for each in self.running if each.is_outgrown and each not in forking]:
@@ -285,14 +285,14 @@ class Roster:
 
     def free_count_of(self, left: Sequence[Sample]) -> int:
         """Returns the number of blocks that become free when these samples end: the blocks that they hold ahead and, if
-        others wait, all blocks that no other sample holds."""
+        any sample waits, all blocks that no other sample holds."""
         ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in left)
         others = (*self.running, *self.resting)
         own = own_block_count(left, others, self.block_size) if left and self.waiting else 0
         return ahead + own
 
     def spare_block_count(self) -> int:
-        """Returns the blocks that a step can give to others: held ahead, of ended samples, or only of branches."""
+        """Counts the blocks that a step can give away: held ahead, of ended samples, or held only by branches."""
         parents = self.parents()
         stay = [*self.running, *(each for each in self.leaving if each in parents)]
         ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in stay)
@@ -320,8 +320,8 @@ class Roster:
         return filled
 
     def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
-        """Returns the samples that give back blocks held ahead, with the tokens that each keeps room for. With states,
-        ended samples are left out: a state ahead of its commit becomes a checkpoint only if there is no room after it.
+        """Returns the samples that give back blocks held ahead, each with the number of tokens that keep blocks. Ended
+        samples with states are left out: a state ahead of its commit becomes a checkpoint only if no block follows it.
         """
         if block_count <= 0:
             return {}
@@ -332,15 +332,15 @@ class Roster:
     # -- branches ------------------------------------------------------------------------------------------------------
 
     def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
-        """Makes a resting sample run for a request. `tokens` begin with all that it has computed. Room ahead that it
-        still holds is added to the request's usage, because unused room is subtracted at the end."""
+        """Makes a resting sample run for a request. `tokens` begin with all tokens that the sample has computed. Blocks
+        that the sample holds ahead are added to the request's usage: unused blocks are subtracted at the end."""
         request.usage.granted_block_count += self.group_count * room_ahead.block_count_of(sample, self.block_size)
         self.resting.wake(sample, request, tokens, draws=draws)
         self.shares.charge(request.namespace, prompt_tokens=len(tokens) - sample.computed)
         insort(self.running, sample, key=rank_of)
 
     def forks_due(self, running_max: int) -> list[tuple[Sample, Sample]]:
-        """Makes children of resting samples run, as long as there are places. Returns all (child, parent) to fork."""
+        """Makes children of resting samples run, up to `running_max`. Returns all pairs (child, parent) to fork."""
         for child in self.resting.take_forks(running_max - len(self.running)):
             self.shares.charge(child.request.namespace, prompt_tokens=len(child.tokens) - child.computed)
             self.add_fork(child)
@@ -355,7 +355,7 @@ class Roster:
                 plan.frees.append(sample.sequence_id)
 
     def drop(self, sample: Sample) -> None:
-        """Takes back the blocks of a resting sample with the next step. Does nothing if it no longer rests."""
+        """Takes back the blocks of a resting sample with the next step. Does nothing if the sample no longer rests."""
         if sample in self.resting:
             self.resting.remove(sample)
             self.leaving.append(sample)
@@ -368,13 +368,13 @@ class Roster:
         return bool(chosen)
 
     def block_count_beyond(self, kept: Mapping[Sample, int]) -> int:
-        """Returns the number of blocks of each group beyond the room that samples keep."""
+        """Returns the number of blocks of each group beyond the tokens that samples keep capacity for."""
         return sum(sample.table_length + -count // self.block_size for sample, count in kept.items())
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def _uncount_ahead(self, sample: Sample) -> None:
-        """Subtracts the blocks that a sample held ahead and never used from its request's usage."""
+        """Subtracts from the request's usage the blocks that a sample held ahead and never used."""
         ahead = room_ahead.block_count_of(sample, self.block_size)
         sample.request.usage.granted_block_count -= self.group_count * ahead
 

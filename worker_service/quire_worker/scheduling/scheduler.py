@@ -3,11 +3,11 @@
 Pure: no torch, grpc, clock or randomness. One turn of the engine:
 
     1. plan       what to commit, free, fork and grow, as one step for the allocator: first running samples, in order,
-                  then waiting ones, as far as the token budget reaches. The budget cuts prompts into chunks
+                  then waiting samples, as far as the token budget reaches. The budget cuts prompts into chunks
     2. schedule   takes the allocator's answer. Samples that got their blocks form the batch. If a running sample got
-                  none, the last one is preempted, and its blocks are free for the next turn. While the batch is
+                  none, the last running sample is preempted. Its blocks are free for the next turn. While the batch is
                   computed, `plan_ahead` asks for blocks and admissions of the next turns. A turn then finds its blocks
-                  granted, and `plan_without_asking` plans it. That is also used while an answer is late; `take_in`
+                  granted, and `plan_without_asking` plans it. It also plans turns while an answer is late; `take_in`
                   applies the answer later
     3. advance    counts the computed tokens of the batch
     4. extend     adds sampled tokens; `finish` records why a sample ends
@@ -49,7 +49,7 @@ class Scheduler:
         sequence_tokens_max: the longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
         running_max: the most samples that run at a time.
-        ahead_tokens: how many tokens of room a decoding sample asks for, beyond its next token.
+        ahead_tokens: for how many tokens beyond its next token a decoding sample asks for blocks.
         digest_bytes_max: the most bytes of digests for new sequences in one step.
         commit_blocks_max: the most committed blocks in one step, at least those of a forward pass. While the allocator
             is down, samples compute at most this far.
@@ -87,10 +87,10 @@ class Scheduler:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def plan(self, chosen: Round | None = None) -> Plan:
-        """Plans the requests to the allocator: for running samples in order, then admitted ones, then backfilled ones.
+        """Plans the requests to the allocator: for running samples in order, then admitted, then backfilled samples.
 
         Args:
-            chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if room has been
+            chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if blocks were
                 given back since then.
         """
         plan, filled = Plan(), self.roster.take_filled()
@@ -126,7 +126,7 @@ class Scheduler:
         Args:
             under_way: work that is being computed before this turn.
         """
-        # blocks that one pass can fill
+        # most blocks that one pass can fill
         filled_max = self.batch_tokens_max // self.roster.block_size + len(self.roster.running)
         pass_count = 2 if under_way else 1
         if self.roster.uncommitted_block_count() + pass_count * filled_max > self.commit_blocks_max:
@@ -136,7 +136,7 @@ class Scheduler:
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Tells whether a `ready` turn leaves out a sample that runs or could be admitted. Stores the admissions in
+        """Returns whether a `ready` turn leaves out a sample that runs or could be admitted. Stores the admissions in
         `ready`. Changes nothing else except caches of digests."""
         if not ready.is_whole or (ready.tokens_left > 0 and self.roster.displaced() is not None):
             return True
@@ -146,9 +146,9 @@ class Scheduler:
         return bool(ready.chosen.admissions)
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
-        """Plans the requests during `work`: commits of earlier passes, frees, room for next tokens, and admissions.
+        """Plans the requests during `work`: commits of earlier passes, frees, blocks for next tokens, and admissions.
 
-        Admits only samples that need no blocks from others, and share nothing that is being computed.
+        Admits only samples that need no blocks from other samples, and share nothing that is being computed.
 
         Args:
             work: the work of the pass under way.
@@ -200,8 +200,8 @@ class Scheduler:
         return Batch(moves, work)
 
     def take_in(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
-        """Applies the answer to any plan. Moves wait for the next batch. Returns the samples that got no room. They ask
-        again when they need it.
+        """Applies the answer to any plan. Moves wait for the next batch. Returns the samples that got no blocks: they
+        ask again when they need blocks.
 
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
@@ -232,8 +232,8 @@ class Scheduler:
         ]
 
     def advance(self, work: Iterable[Work]) -> None:
-        """Counts the computed tokens of the batch. The place of a token that was dropped does not count, because its
-        sample had ended with the token before. Resting samples keep their counts."""
+        """Counts the computed tokens of the batch. The position of a dropped token does not count, because the sample
+        had ended with an earlier token. Resting samples keep their counts."""
         self.roster.noted.clear()
         for item in work:
             if item.sample not in self.roster.resting:
@@ -241,7 +241,7 @@ class Scheduler:
             self.roster.note_computed(item)
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
-        """Adds a sampled token. A stop token ends the sample and is not kept. The longest length ends it, too."""
+        """Adds a sampled token. A stop token ends the sample and is not kept. The longest length also ends it."""
         if is_stop:
             self.roster.finish(sample, FinishReason.STOP)
             return
@@ -268,7 +268,7 @@ class Scheduler:
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
     def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
-        """Commits samples that filled a block, and samples that give blocks back and keep room for `kept` tokens."""
+        """Commits samples that filled a block, and samples that give blocks back and keep `kept` tokens' capacity."""
         plan.commits = [
             Committing(sample, sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
             for sample in {**filled, **kept}
@@ -278,7 +278,7 @@ class Scheduler:
             sample.committed = sample.computed
 
     def _keep(self, sample: Sample, token_count: int) -> None:
-        """Limits a sample's room to so many tokens, and drops the blocks behind."""
+        """Limits a sample's capacity to `token_count` tokens, and drops the blocks behind them."""
         end = -(-token_count // self.roster.block_size)
         if not sample.has_ended:  # The usage of an ended sample no longer includes its blocks.
             sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
@@ -287,7 +287,7 @@ class Scheduler:
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
-        """Returns the samples that give back all room behind their computed tokens: they came to rest, or their state
+        """Returns the samples that give back all blocks behind their computed tokens: they came to rest, or their state
         becomes a checkpoint or is shared."""
         cut = self.roster.resting.settled(self.roster.block_size, has_states=self.roster.has_states)
         if self.roster.has_states:
@@ -337,7 +337,7 @@ class Scheduler:
         return budget, taken
 
     def _take_back(self, plan: Plan, backfilled: Sequence[Sample], block_count: int) -> int:
-        """Preempts backfilled samples, the last first, until so many blocks are free. Returns how many are."""
+        """Preempts backfilled samples, the last first, until `block_count` blocks are free. Returns how many are."""
         own = 0
         for sample in reversed(backfilled):
             if own >= block_count:
@@ -353,7 +353,7 @@ class Scheduler:
 
     def room(self) -> int | None:
         """Returns the number of blocks that are free, or can be taken: blocks held ahead, of ended samples, or only of
-        branches. None while the allocator has not reported them."""
+        branches. None while the allocator has not reported its free blocks."""
         return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:

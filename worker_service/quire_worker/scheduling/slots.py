@@ -19,9 +19,9 @@ class CacheWish(NamedTuple):
     """A wish about the cache of the blocks that a request computes.
 
     Attributes:
-        keep_ms: how long the allocator is asked to keep them.
-        breakpoints: rising token counts of the prompt where later prompts may diverge. Blocks behind the last one are
-            not kept; empty keeps all. At the end of the request they are emptied.
+        keep_ms: how long the allocator is asked to keep the blocks.
+        breakpoints: rising token counts of the prompt where later prompts may diverge. Blocks behind the last
+            breakpoint are emptied at the end of the request. Without breakpoints, all blocks are kept.
     """
 
     keep_ms: int = 0
@@ -57,7 +57,7 @@ class Beam:
     """Slot of a sample that is a beam of its request.
 
     Attributes:
-        continuation_count: the number of likeliest next tokens that are returned for it. No token is sampled.
+        continuation_count: the number of likeliest next tokens that a pass returns for the beam. No token is sampled.
         continuations: these tokens, until beams are chosen from them.
     """
 
@@ -70,7 +70,7 @@ class Scored:
     """Tokens at the end of a sample that need logprobs.
 
     Attributes:
-        tokens: these tokens. The last one is not among the sample's tokens, because nothing is computed after it.
+        tokens: these tokens. The last token is not among the sample's tokens, because nothing is computed after it.
         start: the position of the first token.
         logprobs: the logprob of each token; NaN until it is computed.
     """
@@ -94,7 +94,8 @@ class BranchTask:
 
     Attributes:
         rests: whether it keeps its blocks after a successful end.
-        draws: whether a token is sampled after its last one. If not, it ends when all its tokens are computed.
+        draws: whether a token is sampled after the sample's last token. If not, the sample ends when all its tokens are
+            computed.
         scored: the tokens of a candidate that need logprobs; None if there are none.
     """
 

@@ -9,12 +9,12 @@ The tokens of a preempted sample:
     [0, first)      not swapped: other running samples hold these blocks, so they will be hit; or the blocks fell out of
                     a window, and their pages are gone
     [first, end)    in host memory, one *slot* for each block of each group
-    [end, length)   never computed: the token that was sampled last, or the rest of the prompt
+    [end, length)   never computed: the last sampled token, or the rest of the prompt
 
 When the sample runs again, blocks in the allocator's cache are hit, the rest of `[0, first)` is computed, and `[first,
 end)` is restored. Restored blocks are granted, filled and committed chunk by chunk like a prompt's blocks, but a pass
-copies their pages instead of computing tokens. A recurrent state is one of the pages. The restored state is valid once
-all pages are restored, and no pass reads it before.
+copies their pages instead of computing tokens. A recurrent state is one of the pages. No pass reads the restored state
+before all pages are restored.
 
     slots   free -> taken by a swap -> restored or ended -> free
 
@@ -84,7 +84,7 @@ class SwapSpace:
     def swap_out(self, sample: Sample, shared_tokens: int, block_size: int) -> SwapOut | None:
         """Takes slots for a sample's computed tokens, and notes them in the sample. Returns the copies to make.
 
-        Returns None if there is no room, or if computing the tokens again is cheaper.
+        Returns None if too few slots are free, or if computing the tokens again is cheaper.
 
         Args:
             sample: the sample that is preempted, while it still has its blocks.
@@ -123,7 +123,7 @@ def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> t
     slots, blocks = list[int](), list[int]()
     for group, table in enumerate(sample.tables):
         for position in range(start // block_size, -(-end // block_size)):
-            if table[position] != NULL_BLOCK:  # Blocks of other positions have already left the window.
+            if table[position] != NULL_BLOCK:  # The position of a null block has already left the window.
                 slots.append(swapped.slots[group * count + position - base])
                 blocks.append(table[position])
     slots += swapped.slots[len(sample.tables) * count :]
@@ -131,7 +131,7 @@ def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> t
 
 
 def can_swap(has_states: bool, windows: Sequence[object]) -> bool:
-    """Tells whether a pool's samples can be swapped.
+    """Returns whether a pool's samples can be swapped.
 
     Pools with both states and windows cannot: prompts are granted chunk by chunk, and a checkpoint would be made of a
     state that is not restored yet.

@@ -29,7 +29,7 @@ class Trace:
         error: name of the `Reason` that the request failed with, or "CANCELLED".
         carried: the trace context that its call came with.
         steps: when the steps that admitted its samples were sent and answered, the first `ENTRIES_MAX`.
-        step_count: steps that asked for its blocks.
+        step_count: steps that asked for the request's blocks.
         step_s: seconds from sending these steps to their answers.
         waited_until_s: when its reason for waiting was last looked for; None before the first time.
         waits_for: this reason.
@@ -47,7 +47,7 @@ class Trace:
     waits_for: WaitReason = WaitReason.NEXT_PASS
 
     def note_sequence(self, sequence_id: int) -> None:
-        """Adds a new sequence of one of its samples."""
+        """Adds a new sequence of one of the request's samples."""
         if len(self.sequence_ids) < ENTRIES_MAX:
             self.sequence_ids.append(sequence_id)
 
@@ -57,7 +57,7 @@ class Trace:
             self.stages.append((stage, now_s))
 
     def note_step(self, sent_s: float, answered_s: float, *, admits: bool) -> None:
-        """Adds a step that asked for blocks of one of its samples."""
+        """Adds a step that asked for blocks of one of the request's samples."""
         self.step_count += 1
         self.step_s += answered_s - sent_s
         if admits and len(self.steps) < ENTRIES_MAX:

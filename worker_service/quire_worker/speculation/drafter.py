@@ -1,10 +1,10 @@
 """A draft model: a second, smaller model of the same vocabulary, which proposes tokens for the served model.
 
-At the end of each pass of the served model, after its tokens are sampled, the draft model reads the computed tokens.
+At the end of each pass of the served model, when its tokens are sampled, the draft model reads the computed tokens.
 The draft model proposes tokens for each sample that continues:
 
     the served model's pass   ... b c d     b is the last token, c and d were proposed. c is right, then x is sampled
-    the draft model reads     [x]           it already has the keys of b and c, from when it made its proposals
+    the draft model reads     [x]           it already has the keys of b and c, from its last proposals
     the draft model proposes  y z           y after x, then z after y. z itself is not read yet
 
 The next pass computes x y z, and accepts tokens as long as the proposals are right. The draft model proposes its
@@ -20,10 +20,10 @@ Interval map of a sample's tokens after a pass, where the last proposals ended a
     [0, start)            in the draft model's pages, from earlier passes
     [start, read)         the same, if the last proposals were right
     [read, known)         read now: the tokens that the pass computed, and the token that was sampled last
-    [known, known + k)    proposed; all but the last are read, in room that the sample holds ahead
+    [known, known + k)    proposed; all but the last are read, in capacity that the sample holds ahead
 
 Pages that return from host memory hold only the served model's keys, and so do the pages of a pass whose drafting
-failed. Drafts after them are worse, but the text is the same.
+failed. Drafts after such pages are worse, but the text is the same.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Drafter:
         self._cache = KVCache(model.cache_spec, block_count, device=model.device)
         kinds = [group.kind for group in groups]
         self._group = kinds.index(GroupKind.FULL_ATTENTION)
-        # as of the last pass: where the next pass starts, and the end of the tokens that were read
+        # for each sample after the last pass: where its next pass starts, and the end of the tokens that were read
         self._read: dict[Sample, tuple[int, int]] = {}
         self._has_failed = False
 
@@ -137,7 +137,7 @@ class Drafter:
             # If the part begins at another position, its tokens are read again.
             first = max(part.start, min(read, computed) if begins == part.start else 0)
             known = [*own, *found]
-            if sample in parents:  # The forks write to copies of the sequence's last block.
+            if sample in parents:  # The forks write to copies of the last block, so no new token is read here.
                 known = own
             known = known[first - part.start : max(0, limit - part.start)]
             end = first + len(known)

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 def drafting_of(options: argparse.Namespace, groups: Sequence[GroupSpec]) -> Drafting | None:
-    """Returns the way of drafting; None without drafts.
+    """Returns the method of drafting; None without drafts.
 
     Args:
         options: the options of the command line.
@@ -46,7 +46,7 @@ def load_draft_model(options: argparse.Namespace, target: PagedModel, device: st
 
     Raises:
         ModelError: the checkpoint cannot be used.
-        UsageError: it does not fit the served model.
+        UsageError: the draft model does not fit the served model.
     """
     if options.draft_model is None:
         return None

@@ -3,7 +3,7 @@
 If a text repeats itself or its prompt, its next tokens can be guessed. Prompt lookup (Saxena, 2023; vLLM's `ngram`)
 takes the last n tokens, finds their first occurrence, and drafts the tokens that followed there. A second, smaller
 model of the same vocabulary drafts the tokens that it would generate itself (Leviathan et al., 2023; `drafter.py`).
-Then `scheduling/drafts.py` has the drafts computed.
+`scheduling/drafts.py` then adds the drafts to the next pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.slots import Draft
 
-TOKEN_COUNT_MAX = 64  # number of tokens of a draft
+TOKEN_COUNT_MAX = 64  # most tokens of a draft
 NGRAM_MAX = 64
 
 
@@ -29,13 +29,13 @@ class Proposals:
     token_count: int
 
     def speculates(self, sample: Sample) -> bool:
-        """Tells whether drafts are made for a sample."""
+        """Returns whether drafts are made for a sample."""
         return sample.draws and not sample.is_beam
 
     def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft after the sample's next token.
+        """Returns whether there can be a draft after the sample's next token.
 
-        The model can propose one after any token.
+        The model can propose a draft after any token.
         """
         return self.speculates(sample)
 
@@ -52,7 +52,7 @@ class PromptLookup:
 
     Attributes:
         token_count: the most tokens of a draft.
-        ngram_min, ngram_max: how many last tokens must have occurred earlier. The longest n-gram that did is used.
+        ngram_min, ngram_max: how many last tokens must have occurred earlier. The longest n-gram that occurred is used.
     """
 
     token_count: int
@@ -60,11 +60,11 @@ class PromptLookup:
     ngram_max: int
 
     def speculates(self, sample: Sample) -> bool:
-        """Tells whether drafts are made for a sample."""
+        """Returns whether drafts are made for a sample."""
         return sample.draws and not sample.is_beam
 
     def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft after the sample's next token, before that token is known."""
+        """Returns whether there can be a draft after the sample's next token, before that token is known."""
         return self.speculates(sample) and self._seen(sample).may_follow_next(sample.tokens)
 
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
@@ -103,16 +103,16 @@ class Seen:
         return ()
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells whether there can be a draft after one more token.
+        """Returns whether there can be a draft after one more token.
 
-        An n-gram that ends with that token can only occur earlier if the n-gram without that token does.
+        An n-gram that ends with that token can only occur earlier if the n-gram without its last token occurs earlier.
         """
         self._read(tokens)
         size = self.ngram_min - 1
         return size == 0 or tuple(tokens[len(tokens) - size :]) in self._ends
 
     def _read(self, tokens: Sequence[int]) -> None:
-        """Stores all n-grams except the ones at the end of the text."""
+        """Stores all n-grams except the n-grams at the end of the text."""
         for end in range(self._read_count + 1, len(tokens)):
             for size in range(max(1, self.ngram_min - 1), min(self.ngram_max, end) + 1):
                 self._ends.setdefault(tuple(tokens[end - size : end]), end)

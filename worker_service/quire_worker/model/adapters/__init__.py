@@ -1,4 +1,4 @@
-"""LoRA (https://arxiv.org/abs/2106.09685): small changes of a model. Each request may choose one of them.
+"""LoRA (https://arxiv.org/abs/2106.09685): small changes of a model. Each request may choose one adapter.
 
     y = W x + scale * B A x        A [rank, inputs], B [outputs, rank], for the tokens of requests with that adapter
 

@@ -33,7 +33,7 @@ class Adapter:
 
     @property
     def byte_count(self) -> int:
-        """Counts the bytes of its factors."""
+        """Counts the bytes of the adapter's factors."""
         return sum(part.nbytes for factors in self.factors.values() for part in factors)
 
 

@@ -38,13 +38,13 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 # are relative to peft/).
 _MEANINGLESS = frozenset(
     {
-        # Options about the adapter's origin: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with
+        # Options about the adapter's origin: config.py, `PeftConfigMixin`. The shapes of all tensors are compared with
         # the model.
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
         # Dropout is off in `eval` (tuners/lora/layer.py, `update_layer`).
         "lora_dropout",
-        # Options that are read only if `init_lora_weights` names the method. Methods that change the base model are
-        # refused at that option.
+        # Options that are read only if `init_lora_weights` names the method. `init_lora_weights` itself must not name
+        # a method that changes the base model.
         "loftq_config", "eva_config", "corda_config", "lora_ga_config",
         # Options that are read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
         "megatron_core", "qalora_group_size", "ensure_weight_tying",
@@ -261,14 +261,15 @@ def _named(names: object, layers: Iterable[str], option: str) -> set[str]:
 
 
 def _ends_with(layer: str, name: object) -> bool:
-    """Returns whether a layer is one that PEFT finds by this target name."""
+    """Returns whether PEFT finds a layer by this target name."""
     return layer == name or layer.endswith(f".{name}")
 
 
 def _is_of_layers(layer: str, config: Mapping[str, Any]) -> bool:
     """Returns whether `layers_to_transform` includes a layer's number; True if the option is not set.
 
-    The number follows one of the words in `layers_pattern`. Without this option it is the first number in the name.
+    The layer's number follows one of the words in `layers_pattern`. Without this option, it is the first number in the
+    name.
     """
     numbers, words = config.get("layers_to_transform"), config.get("layers_pattern") or []
     if numbers is None or numbers == []:

@@ -4,8 +4,8 @@ Life of a model's sites:
 
     1. found      in the model's first pass: layers that are called with `[1, tokens, inputs]`. A layer has no site if
                   it is never called, or gets the tokens in another shape (routers, experts)
-    2. passed on  to the kernels that replace a layer (`rewrites`). They call `add` themselves
-    3. hooked     into layers that are still transformers' own, before the first pass with an adapter. Passes before it
+    2. passed on  to the kernels that replace a layer (`rewrites`). These kernels call `add` themselves
+    3. hooked     into layers that are still transformers' own, before the first pass with an adapter. Earlier passes
                   run without hooks
 
 Each pass runs inside `during`, which gets the adapters of the tokens. Passes do not overlap. For each adapter of the
@@ -38,7 +38,7 @@ class Site:
 
     @property
     def is_active(self) -> bool:
-        """Returns whether the pass under way has adapters, for this layer or for others."""
+        """Returns whether the pass under way has adapters, for this layer or for other layers."""
         return bool(self._sites.segments)
 
     def add(self, x: torch.Tensor, result: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class Sites:
 
     @contextmanager
     def finding(self, token_count: int) -> Iterator[None]:
-        """Watches a pass of `token_count` tokens, and creates a site for each layer that sees all of them."""
+        """Watches a pass of `token_count` tokens, and creates a site for each layer that sees all tokens."""
         seen: dict[str, torch.nn.Linear] = {}
         apart = {self._module.get_input_embeddings(), self._module.get_output_embeddings()}
 

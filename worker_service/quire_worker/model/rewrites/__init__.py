@@ -1,4 +1,4 @@
-"""A pass over a loaded model that replaces transformers' modules by kernels of `quire_cpu` that compute the same.
+"""A pass over a loaded model that replaces transformers' modules by kernels of `quire_cpu` with the same results.
 
     interface      interface of a rewrite: it recognizes a pattern of modules, and builds replacements
     recording      inputs and outputs of a model's modules in one forward pass
@@ -8,7 +8,7 @@ There is one file per rewrite, from the smallest to the largest:
 
     norm           RMSNorm: one kernel
     linear         a linear layer: weights packed once
-    tied_head      a vocabulary head that shares its weights with the embedding: packed once for both
+    tied_head      a vocabulary head that shares its weights with the embedding: they are packed only once
     gated_mlp      silu(gate) * up, then down: two products, the first with its activation
     attention      q/k/v in one product, then norms of heads and rotary embedding in one kernel
     decoder_layer  the residual sums: added by the kernel of the product before them

@@ -106,7 +106,7 @@ class AttentionRewrite(KernelRewrite):
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         names = child_names(module)
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-            return  # OLMo clips large elements, and the recorded inputs may have no large ones
+            return  # OLMo clips large elements; if the recorded inputs have none, a comparison would miss the clipping
         if own_parameter_names(module) or names - {"q_norm", "k_norm"} != set(PROJECTIONS):
             return
         layer_index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)

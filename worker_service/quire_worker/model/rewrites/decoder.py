@@ -1,10 +1,10 @@
 """The loop over the layers, without the masks, caches and hooks that transformers' models prepare around it.
 
 If the kernels support every layer, all layers run in one call of `quire_decoder`, each on the pages and the block
-tables of its group. That saves ten calls from Python per layer. More important: the call releases the interpreter lock,
-so the event loop can hand out the last tokens at the same time.
+tables of its group. The one call replaces ten calls from Python per layer. More important: it releases the interpreter
+lock, so the event loop can hand out the last tokens at the same time.
 
-A prompt needs logits only after its last token. So after its attention, the last layer skips all other tokens.
+A prompt needs logits only after its last token. So the last layer skips all other tokens after its attention.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class LayersInC:
 
 
 class DecoderRewrite(Rewrite):
-    """Rewrites a model that has these parts and no others. The model's layers and last norm must be rewritten
+    """Rewrites a model that has these parts and no other parts. The model's layers and last norm must be rewritten
     already.
     """
 

@@ -49,7 +49,7 @@ class DecoderLayer(torch.nn.Module):
 
 
 class DecoderLayerRewrite(Rewrite):
-    """Rewrites a layer of exactly these parts. All of them must be rewritten already."""
+    """Rewrites a layer of exactly these parts. All parts must be rewritten already."""
 
     def __init__(self, parts: Mapping[str, type[torch.nn.Module]] = PARTS) -> None:
         """Takes the classes of the rewritten parts, by the parts' names."""

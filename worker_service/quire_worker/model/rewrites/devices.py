@@ -1,4 +1,4 @@
-"""Choice of the rewrites for a device. No other module chooses them."""
+"""Choice of the rewrites for a device. No other module chooses rewrites."""
 
 from __future__ import annotations
 

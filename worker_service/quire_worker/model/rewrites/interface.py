@@ -12,7 +12,7 @@ from quire_cpu.ops import PackedLinear
 
 
 class Rewrite(Protocol):
-    """One pattern of modules, and the replacements that compute the same."""
+    """One pattern of modules, and the replacements that compute the same results."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """Yields possible replacements of a module, the likeliest first; none if it does not fit the pattern.

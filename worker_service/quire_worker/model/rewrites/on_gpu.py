@@ -120,7 +120,7 @@ class GpuGatedMlpRewrite(Rewrite):
 
 
 class GpuAttention(torch.nn.Module):
-    """Attention with one product for queries, keys and values. One kernel rotates them and writes the pages."""
+    """Attention with one product for queries, keys and values. One kernel rotates queries and keys and writes pages."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class GpuAttention(torch.nn.Module):
     def _in_one_launch(
         self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], step: Step
     ) -> torch.Tensor | None:
-        """Rotates and appends by `rotate_append`, then attends. Returns None if step or pages do not allow that."""
+        """Rotates and appends by `rotate_append`, then attends. Returns None if step or pages do not allow this."""
         if not isinstance(step, PagedStep):
             return None
         layer = step.layers[self.layer_index]
@@ -194,7 +194,7 @@ class GpuAttentionRewrite(Rewrite):
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         names = child_names(module)
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-            return  # OLMo clips large elements, and the recorded inputs may have no large ones
+            return  # OLMo clips large elements; if the recorded inputs have none, a comparison would miss the clipping
         if own_parameter_names(module) or names - {"q_norm", "k_norm"} != set(PROJECTIONS):
             return
         layer_index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)

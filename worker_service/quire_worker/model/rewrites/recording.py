@@ -1,4 +1,4 @@
-"""Recording of all modules' inputs and outputs in one forward pass. Replacements are tried on them."""
+"""Recording of all modules' inputs and outputs in one forward pass. Replacements are tried on these inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A vocabulary head that shares its weight with the embedding. The weight is packed once, and used by both.
+"""A vocabulary head that shares its weight with the embedding. Head and embedding use one packed weight.
 
 Token i's embedding is column i % 64 of panel i // 64. Consecutive words of an embedding lie 64 words apart, so a
-look-up touches one cache line per word. That is cheap compared with the products that follow, and it saves a second
-copy of the vocabulary.
+look-up touches one cache line per word. Such look-ups are cheap compared with the products that follow, and save a
+second copy of the vocabulary.
 """
 
 from __future__ import annotations

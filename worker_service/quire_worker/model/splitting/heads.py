@@ -6,7 +6,7 @@ one KV head:
     ranks   query heads of rank 0    its KV heads     compared with the whole model
     2       0 1 2 3                  0 1              each KV head is on one rank
     4       0 1                      0                each KV head is on one rank
-    8       0                        0                each KV head is on two ranks, and both compute and store it
+    8       0                        0                each KV head is on two ranks, which both compute and store it
 
 A rank's query heads may begin in the middle of a KV head's query heads. Then KV heads are repeated inside the rank, so
 that each serves the same number of query heads. Example: with 12 query heads, 3 KV heads and 2 ranks, rank 0 has the
@@ -41,7 +41,7 @@ def heads_of_rank(query_heads: int, kv_heads: int, *, rank: int, size: int) -> H
         size: number of ranks.
 
     Raises:
-        ValueError: `query_heads` is not a multiple of both.
+        ValueError: `query_heads` is not a multiple of `kv_heads` and of `size`.
     """
     if query_heads % size or query_heads % kv_heads:
         raise ValueError(

@@ -28,7 +28,7 @@ def mlp_splits(module: torch.nn.Module, hidden_size: int, crew: Crew) -> Iterato
     weights = {id(parameter) for child in linears.values() for parameter in child.parameters()}
     if not 2 <= len(linears) <= 3 or any(id(parameter) not in weights for parameter in module.parameters()):
         return
-    for down in reversed(linears):  # the layer down is usually the last one
+    for down in reversed(linears):  # the down projection is usually the last layer
         middle = linears[down].in_features
         ups = [name for name in linears if name != down]
         if linears[down].out_features != hidden_size or middle % crew.size:
@@ -79,8 +79,8 @@ def _readings(outputs: list[int], middle: int, crew: Crew) -> Iterator[torch.Ten
     if outputs[0] == middle:
         yield mine
     elif outputs == [2 * middle]:
-        yield torch.cat([mine, middle + mine])  # halves
-        yield torch.stack([2 * mine, 2 * mine + 1], dim=1).flatten()  # alternating
+        yield torch.cat([mine, middle + mine])  # if gate and up are the two halves of the outputs
+        yield torch.stack([2 * mine, 2 * mine + 1], dim=1).flatten()  # if gate and up alternate
 
 
 def _narrower(module: torch.nn.Module, middle: int, crew: Crew) -> dict[str, int]:

@@ -17,7 +17,7 @@ from quire_worker.model.splitting.mlp import expert_splits, mlp_splits
 from quire_worker.ranks.crew import Crew
 
 # Largest allowed difference between the sum of the parts and the whole: norm of the difference over norm of the whole.
-# Differences from another order of sums stay below it; a gate mistaken for a value is far above.
+# Differences from another order of sums stay below this tolerance. A gate mistaken for a value exceeds it by far.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 _TRIAL_TOKENS = 4
@@ -65,8 +65,8 @@ def _split(module: torch.nn.Module, name: str, hidden_size: int, crew: Crew) -> 
     if attention is not None:
         attention.apply(module)
         return "attention"
-    # A module with a number as its name is one of several experts. The tokens decide which experts run, so the number
-    # of sums would differ from pass to pass.
+    # A number as a module's name shows one of several experts. Experts are not split one by one: the tokens decide
+    # which experts run, so the number of sums would differ from pass to pass.
     if not name.isdigit() and _take_first(module, mlp_splits(module, hidden_size, crew), hidden_size, crew):
         return "mlp"
     if _take_first(module, expert_splits(module, hidden_size, crew), hidden_size, crew):

@@ -1,11 +1,11 @@
 """Corrections for mixers that continue from a state differently than they compute a whole prompt in one call.
 
 The scan of Jamba's mixer and its kernels always begin with zeros, and ignore the cache. Zeros are right for a whole
-prompt in one call. For a prompt in chunks it loses everything before the last chunk.
+prompt in one call. For a prompt in chunks, zeros lose everything before the last chunk.
 
 Mixers of Mamba 2 keep time steps within limits (Nemotron-H: at least `time_step_min`), but not for a single token after
-a state, because they assume that this token was generated. This is wrong if the last token of a prompt is computed
-alone, because the rest was found in the cache.
+a state, because they assume that this token was generated. The assumption is wrong if the last token of a prompt is
+computed alone, because the other tokens were found in the cache.
 
 MiniMax stores its rates of decay in buffers, and a checkpoint rounds them to its dtype. With rounded rates, one call
 for all tokens gives other results than one call per token.

@@ -33,7 +33,7 @@ class Flat(NamedTuple):
     """Description of a flat batch's tokens, on the host."""
 
     starts: torch.Tensor  # int64 [chunks + 1], index of each chunk's first token
-    has_limits: torch.Tensor  # bool [tokens], whether limits apply to a token: only if the request began with it
+    has_limits: torch.Tensor  # bool [tokens], whether limits apply to a token's time step: only for prompt tokens
 
 
 class FlatStates(Protocol):
@@ -60,7 +60,7 @@ def flat_of(batch: ForwardBatch) -> Flat:
     starts = torch.cat([ends.new_zeros(1), ends])
     place = torch.arange(int(ends[-1])) - torch.repeat_interleave(starts[:-1] - start, length)
     of_prompt = place < torch.repeat_interleave(begun_with, length)
-    untold = (begun_with == 0) & ((start == 0) | (length > 1))  # the check at load has only prompt tokens
+    untold = (begun_with == 0) & ((start == 0) | (length > 1))  # the check at load: all tokens are of the prompt
     return Flat(starts, of_prompt | torch.repeat_interleave(untold, length))
 
 

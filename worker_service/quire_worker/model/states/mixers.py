@@ -41,7 +41,7 @@ class CacheView:
         return False
 
     def get_conv_state(self, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
-        """Refuses the call: only mixers that Quire does not support make it.
+        """Refuses the call: only mixers that Quire does not support make this call.
 
         Raises:
             UnsupportedModelError: always.

@@ -64,7 +64,7 @@ class States(Protocol):
         ...
 
     def narrowed(self, segment: StateSegment) -> AbstractContextManager[None]:
-        """Returns a context for the call of a mixer with these tokens. Adapters inside the mixer see only them."""
+        """Returns a context for the call of a mixer with these tokens. The mixer's adapters see only these tokens."""
         ...
 
 
@@ -86,7 +86,7 @@ class StatePass:
 
     @cached_property
     def flat(self) -> Flat:
-        """Describes the tokens for mixers that take all of them at once."""
+        """Describes the tokens for mixers that take all tokens at once."""
         return flat_of(self._batch)
 
     @cached_property
@@ -100,7 +100,7 @@ class StatePass:
         return found if len(self._beginning) == 0 else found.index_fill_(0, self._beginning, 0)
 
     def keep_all(self, layer: int, key: StateKey, value: torch.Tensor) -> None:
-        """Keeps a tensor of all chunks until the end of the pass. The caller must not change it afterwards."""
+        """Keeps a tensor of all chunks until the end of the pass. The caller must not change the tensor afterwards."""
         self._kept.append((self._layers[layer], key, self._blocks, value))
 
     def read(self, layer: int, key: StateKey, segment: StateSegment) -> torch.Tensor:

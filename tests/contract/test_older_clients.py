@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "3dffd848f7529f751ff204559e0be8d5495d793d"  # the last commit before the contract changed
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 
-# Makes each call of the allocator, and prints a line of JSON for each: its answer, or the text of its error.
+# This program makes each call of the allocator. Each call prints a line of JSON with its answer or its error's text.
 READER_AND_OWNER = """
 import json, sys
 import grpc

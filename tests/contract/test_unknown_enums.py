@@ -150,7 +150,7 @@ def test_an_unknown_result_of_an_operation_changes_nothing_and_is_told_once(fiel
     }[column]()
     assert not result
     assert (str(result), result.is_known) == ("UNKNOWN_99", False)
-    # The session continues: no disagreement, no report, and the step is not sent again.
+    # The session continues. The owner notes no disagreement, sends no further report, and does not send the step again.
     assert (owner.phase, owner.disagreement_count, owner.report_count) == (Phase.OPEN, 0, 1)
     assert (owner.last_step, owner.unanswered_count) == (2, 0)
     assert owner.ledger.digest() == before

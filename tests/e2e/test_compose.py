@@ -29,12 +29,12 @@ from tests.e2e.composed import ROOT, Deployment, eventually
 
 LASTING_SERVICES = ("allocator", "worker", "worker2", "gateway", "prometheus", "alertmanager", "grafana")
 PROFILED_SERVICES = ("vllm",)
-# Grafana's values: each selecting variable matches everything, and the shortest range covers four scrapes.
+# Values for Grafana's variables. `$pool` and `$worker` match everything. The shortest range covers four scrapes.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9
-# Up to here the two best tokens differ by at least 0.002. Later, two tokens tie within rounding, so a recomputation may
-# swap them.
+# In the text's first 1,400 tokens, the two best candidates always differ by at least 0.002. Later, two candidates tie
+# within rounding, so a recomputation may swap them.
 CLEAR_TOKENS = 1400
 # The first build downloads torch; everything after it takes seconds.
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -214,7 +214,8 @@ def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(
     def nothing_is_empty() -> bool:
         generate(deployment, "The import statement")  # Rates and ratios need requests within the last seconds.
         ask(deployment)
-        deployment.operate("pool", "list")  # The worker's own call, its session, never ends, so it is not counted.
+        # Only ended calls are counted. The worker's session is a call that never ends, so another call is needed.
+        deployment.operate("pool", "list")
         empty[:] = empty_queries(deployment, board)
         return not empty
 

@@ -24,7 +24,8 @@ from tests.e2e.stack import DEMO, eventually, server
 from tests.faults.scene import Proxy
 from tests.gateway.scene import client, gateway
 
-PROMPT = [*range(100, 260)]  # ten blocks; as tokens, so that no worker is needed to split it
+# Ten blocks. The prompt is a list of tokens, so no worker has to tokenize it.
+PROMPT = [*range(100, 260)]
 WITHIN_S = 60.0
 pytestmark = pytest.mark.timeout(300)  # Each test starts five processes or more.
 ROUTES = "quire_gateway_routes_total"

@@ -35,7 +35,7 @@ HOSTS: Final = (
 )
 START_S: Final = 100.0
 
-# for each page: placeholders of its commands, and this test's values for them
+# Page -> placeholders in the page's commands, each with this test's value.
 WORDS: Final[dict[str, dict[str, str]]] = {
     "docs/models.md": {"NAME=FOLDER ...": "first=adapter --model models/demo --adapter-folder .", "FOLDER": "adapter"},
     "docs/gateway.md": {"b:7071": "127.0.0.1:7072"},
@@ -43,7 +43,7 @@ WORDS: Final[dict[str, dict[str, str]]] = {
     "docs/security.md": {"allocator.internal": "localhost", "worker-1.internal": "localhost"},
     "docs/speculation.md": {"MODEL": "models/demo", "SMALLER": "models/demo"},
 }
-# for each page: names defined before its code, and conditions after it
+# Page -> code that runs before the page's code, and code that checks the result.
 AROUND: Final[dict[str, tuple[str, str]]] = {
     "docs/beams.md": (
         "from quire import Client\nclient = Client()",
@@ -192,7 +192,7 @@ class Reader:
         """Begins a request that runs until it is canceled or the page ends, and waits until it runs."""
         address = f"127.0.0.1:{self.ports['7071']}"
         code = "import sys, quire\nwith quire.Client(sys.argv[1]) as client:\n    client.generate("
-        # One text would be at the end of the model's context within seconds.
+        # A single text would reach the end of the model's context within seconds, so the request has 64 texts.
         code += "'The for statement', n=64, temperature=1.0, max_tokens=4_000, ignore_eos=True, "
         code += "request_id=sys.argv[2], timeout_s=300)"
         asking = subprocess.Popen(

@@ -63,7 +63,8 @@ class Plausible:
         if method == "CloseSession":
             return pb.CloseSessionRequest(session_id=owner.session_id)
         step = packed.Step(session_id=owner.session_id)
-        if self.chance.random() < 0.9:  # A step without a number renews the lease.
+        # One step in ten stays without a number. Such a step only renews the lease.
+        if self.chance.random() < 0.9:
             step.number = owner.steps.next_step
             self._operation(owner.pool).fill(step)
         return step

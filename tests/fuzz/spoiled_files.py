@@ -47,7 +47,8 @@ def spoil_header(dice: random.Random, data: bytes) -> bytes:
     if dice.random() < 0.2:
         length = dice.choice((0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1))
         return length.to_bytes(LENGTH_BYTES, "little") + header + rest
-    if dice.random() < 0.3:  # NaN, infinity and the largest float32
+    # Overwrites one number with NaN, infinity or the largest float32.
+    if dice.random() < 0.3:
         at = dice.randrange(0, len(rest) - 4, 4)
         values = (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f")
         rest = rest[:at] + dice.choice(values) + rest[at + 4 :]

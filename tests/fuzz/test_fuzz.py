@@ -59,7 +59,7 @@ def late(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def too_late(_column: object) -> None:
-    raise Refusal("TOO_LARGE", "the answer is too long")  # the operation itself has finished
+    raise Refusal("TOO_LARGE", "the answer is too long")  # a planted bug: the step has already been applied
 
 
 def forgetful(self: StagedReport, *_: Any) -> None:

@@ -199,7 +199,8 @@ def test_after_all_that_the_worker_gives_the_right_text_and_holds_nothing(scene:
         scene.end_branches()
         while client.status().running_count or client.status().waiting_count:
             pass  # Abandoned requests are still ending.
-        client.generate("The", max_tokens=1)  # After this request's step the worker holds no blocks.
+        # The step of this request also frees the last blocks of the requests above.
+        client.generate("The", max_tokens=1)
     pool = scene.harness.allocator.directory.pool("test").pool
     while pool.sequences:
         pass

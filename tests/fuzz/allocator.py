@@ -40,8 +40,7 @@ from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
 UNARY = ("OpenSession", "Apply", "DropCache", "CloseSession")
-# Intervals: accepted requests between checks of the invariants, and messages between deep comparisons of the state.
-INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16
+INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # intervals of checks, in accepted requests and in messages
 
 
 class ViolationError(AssertionError):

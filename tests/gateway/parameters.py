@@ -96,7 +96,7 @@ _EDGE: Final = {"logit_bias": {"0": 100}}  # Token 0 ends the text at once.
 # These values do not depend on the greedy answer.
 _FIXED: Final = {
     "tools": Tried(TOOLS, {"tool_choice": "none"}),
-    "tool_choice": Tried("required", {"tools": TOOLS}),  # TOOLS in the endpoint's form
+    "tool_choice": Tried("required", {"tools": TOOLS}),  # `TOOLS` stands for the tools in the endpoint's form
     "parallel_tool_calls": Tried(False, {"tools": TOOLS, "tool_choice": "required"}),
     "reasoning_effort": Tried("low"),
     "reasoning": Tried({"effort": "low"}),

@@ -140,7 +140,8 @@ def test_a_stream_tells_what_it_took_so_far_where_that_is_asked_for(served: Serv
     assert counts == sorted(counts)
     assert (len(counts) > 1, counts[-1]) == (True, 40)
     assert {piece["usage"]["prompt_tokens"] for piece in pieces} == {last["usage"]["prompt_tokens"]}
-    ask["stream_options"]["include_usage"] = False  # Without `include_usage` it has no effect.
+    # Without `include_usage`, the option `continuous_usage_stats` has no effect.
+    ask["stream_options"]["include_usage"] = False
     assert not any("usage" in piece for piece in events(curl(served, f"/v1/{kind}", body=ask).body))
 
 

@@ -33,7 +33,7 @@ LEAST: Mapping[str, Mapping[str, Any]] = {
     "completions": {"prompt": PROMPT, "max_tokens": 24},
     "responses": {"input": PROMPT, "max_output_tokens": 24, "store": False},
 }
-# Parameters that an endpoint of OpenAI's or vLLM's server takes under another name or in another form.
+# (endpoint, parameter) -> changes to `Tried`, where the endpoint takes the parameter under another name or form.
 OTHER: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chats", "logprobs"): {"value": True},
     ("chats", "top_logprobs"): {"beside": {"logprobs": True}},

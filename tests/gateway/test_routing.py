@@ -121,7 +121,8 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
                 direct.generate(PREFIX * 4, max_tokens=1)
             with Allocator(stack.allocator_address) as pools:
                 eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
-                told = 0  # Watchers get the events after the worker's next heartbeat, which acknowledges the step.
+                # Watchers get a step's events after the worker's next heartbeat, which acknowledges the step.
+                told = 0
                 for event in pools.watch_events("second"):
                     told += len(event.digests) if isinstance(event, BlocksStored) else 0
                     if told >= 5:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator, Sequence
 
-TEXT_WINDOW = 24  # this many characters identify a text
-TOKENS_WINDOW = 6  # this many ids identify a list of tokens
+TEXT_WINDOW = 24  # A part of a text with this many characters identifies the text.
+TOKENS_WINDOW = 6  # A part of a list of tokens with this many ids identifies the list.
 
 
 def forms_of_text(text: str) -> Iterator[str]:

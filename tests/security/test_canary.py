@@ -129,7 +129,7 @@ def misuse_worker(
         outcome.refused(lambda: client.generate(PROMPT * 200, namespace=NAMESPACE))
         outcome.refused(lambda: client.generate([*tokens, 1 << 30], namespace=NAMESPACE))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, temperature=-1.0))
-        # The worker refuses this pattern.
+        # The worker refuses this regular expression, because its parenthesis is not closed.
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, regex="("))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, request_id="r" * 100))
         endless = partial(client.generate, PROMPT, namespace=NAMESPACE, max_tokens=4000, ignore_eos=True)

@@ -79,7 +79,7 @@ class Scene:
             self.branch_id = made.branch_id
 
 
-# A request of each call with the largest answer or the longest work that one caller can ask for.
+# Call -> the request that gives the largest answer, or the longest work, that one caller can get from this call.
 REQUESTS: dict[str, Callable[[Scene], Any]] = {
     "/quire.v1.AllocatorService/GetServerInfo": lambda _: server_pb2.GetServerInfoRequest(),
     "/quire.v1.AllocatorService/ListPools": lambda _: pb.ListPoolsRequest(),
@@ -145,8 +145,8 @@ def attach(**fields: Any) -> pb.SessionRequest:
     return pb.SessionRequest(attach=request)
 
 
-# Messages of an owner's stream before the held message. The session's id is only in its answer, so a step here has
-# none; the allocator refuses it.
+# Stage -> the messages that an owner's stream sends before the held message. Only the answer to the attach names the
+# session's id. A step here has no id, so the allocator refuses the step.
 STAGES: dict[str, Callable[[], list[pb.SessionRequest]]] = {
     "before the attach": list,
     "before an empty report": lambda: [attach()],

@@ -294,7 +294,8 @@ def routed(scene: Scene, who: str) -> Any:
 
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
-UNKNOWN = Reason.BRANCH_UNKNOWN  # Callers without a branch's namespace get this for existing branches, too.
+# Callers that may not use a branch's namespace get this reason even though the branch exists.
+UNKNOWN = Reason.BRANCH_UNKNOWN
 # Per RPC: the call, the answer to an observer of all pools, and the answer to a caller with another namespace.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
@@ -330,7 +331,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
-# Calls that name no pool. The pools of a caller's certificate do not matter for these calls.
+# These calls name no pool, so they do not depend on the pools in a caller's certificate.
 WITHOUT_POOL = {
     "MatchPrefix",
     "Route",

@@ -213,7 +213,7 @@ async def test_lists_of_wrong_items_are_answered_at_each_limit_and_keep_nobody_f
         for method, path in lists:
             name = f"/{method.containing_service.full_name}/{method.name}"
             messages = [full_of_items(method.input_type, path, next(wrongs), count) for count in (*COUNTS, ITEMS)]
-            # `AT_ONCE` is below the limit of streams: grpcio reports INTERNAL for a stream that is refused while it writes.
+            # `AT_ONCE` is below the limit of streams, because grpcio reports a refusal during a write as INTERNAL.
             for first in range(0, len(messages), AT_ONCE):
                 some = messages[first : first + AT_ONCE]
                 await asyncio.gather(*(assert_answered(connection, name, path, message) for message in some))

@@ -141,7 +141,7 @@ def test_whatever_one_caller_waits_for_another_is_served(served: ServerProcess, 
             with ExitStack() as cleanup, others_are_served(served):
                 for named in paths:
                     cleanup.enter_context(sent(served, named, body))
-                    # Requests of the previous path may hold their places a moment longer. Until then, send the request again.
+                    # Requests of the previous path may hold their places a moment longer, so this request is repeated.
                     while not worker.begun.acquire(timeout=1):
                         cleanup.enter_context(sent(served, named, body))
                 for named in paths * MORE:

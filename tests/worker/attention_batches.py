@@ -59,7 +59,7 @@ class Scene:
         kv_heads: int = 2,
         head_dim: int = 32,
         dtype: torch.dtype = torch.float32,
-        layers_between: int = 0,  # other layers with pages between two pages of this layer
+        layers_between: int = 0,  # number of other layers whose pages lie between two pages of this layer
         latent_dim: int | None = None,
         shared: list[int] | None = None,  # per sequence: how many first tokens share pages with the previous sequence
         seed: int = 0,

@@ -116,9 +116,9 @@ class PretendedWorker:
             commit_blocks_max=commit_blocks_max,
             swap_slot_count=swap_slots,
         )
-        # slot -> (tokens by offset, tokens of a state)
+        # slot on the host -> (tokens by offset, tokens that the state has seen)
         self.host: dict[int, tuple[dict[int, int], list[int] | None]] = {}
-        self.states: dict[int, list[int]] = {}  # block -> tokens that its state has seen
+        self.states: dict[int, list[int]] = {}  # block -> tokens that the block's state has seen
         self.asks: list[list[tuple[Sample, int]]] = []
         self.commit_block_counts: list[int] = []  # committed blocks of each step
         self._asks_ahead = ahead_tokens is not None
@@ -249,7 +249,8 @@ class PretendedWorker:
         for slots, blocks in laid.restores:
             for slot, block in zip(slots, blocks, strict=True):
                 self._fill(block, *self.host[slot])
-        # A sample that ended with the previous token has no token here. The real model would compute the sampled one.
+        # A sample that ended with the previous token has no token here, so `STOP` stands for the token that the real
+        # model would compute.
         tokens = [[*item.sample.tokens, STOP][: item.end] for item in batch.work]
         for item, tables, states, known in zip(batch.work, laid.tables, laid.states, tokens, strict=True):
             if not item.is_restored:

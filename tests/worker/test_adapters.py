@@ -211,7 +211,7 @@ async def test_adapters_come_and_go_while_requests_are_computed(llama: Model, tm
         with pytest.raises(QuireError) as caught:
             harness.submit(tokens, adapter="one", max_tokens=2)
         assert caught.value.reason is Reason.ADAPTER_UNKNOWN
-        # Another adapter under the same name: cached blocks of the first must not be hit.
+        # A second adapter is loaded under the same name. Its requests must not hit cached blocks of the first adapter.
         await engine.adapters.load("one", "two")
         output = await harness.generate(tokens, adapter="one", max_tokens=8)
         assert output.request.usage.cached_token_count == 0

@@ -51,7 +51,7 @@ def rotations_match(module: ModuleType, device: torch.device, *, is_normed: bool
     angle = torch.rand(tokens, rotary_dim // 2, device=device) * 7
     cosine, sine = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
     slots = torch.tensor([9, -1, 3, 40, 14], device=device)  # 40 is outside the pool
-    # There is one page before and one behind the pool, for faults that write there.
+    # The memory has one page before the pool and one page behind the pool, because faults may write there.
     memory = torch.full((7, 2, page_size, kv_heads, dim), torch.nan, device=device)
     norms = None
     if is_normed:
@@ -123,7 +123,7 @@ def test_turning_is_that_of_transformers(layout: str, dtype: torch.dtype, device
     heads = torch.randn(tokens, 8, dim, device=device).to(dtype)
     angle = torch.arange(tokens, device=device)[:, None] / 10_000 ** (torch.arange(32, device=device) / 32)
     cosine, sine = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-    # [1, heads, tokens, dim], the form in transformers' layers
+    # In transformers' layers, these tensors have the form [1, heads, tokens, dim].
     query, key, value = (
         part.double().transpose(0, 1)[None] for part in heads.split([query_heads, kv_heads, kv_heads], dim=1)
     )

@@ -111,7 +111,7 @@ def test_a_replay_gives_the_logits_of_a_pass_of_its_own(
         assert logits is not None
         torch.testing.assert_close(logits, model.forward(batch.on(triton_device), launched), rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(replayed.buffers, launched.buffers, strict=True):
-        # Both paths wrote exactly the same slots: unwritten slots are NaN.
+        # Unwritten slots are NaN, so the comparison of NaN shows that both paths wrote the same slots.
         difference = (ours.view(torch.float32) - theirs.view(torch.float32)).abs()
         assert torch.equal(ours.view(torch.float32).isnan(), theirs.view(torch.float32).isnan())
         assert difference.nan_to_num().max() < 1e-3

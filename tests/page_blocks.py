@@ -27,8 +27,8 @@ HOST: Final = "not run: makes users and services of the host"
 GPU: Final = "not run: needs a GPU"
 REASONS: Final = (TEXT, DOCKER, KUBERNETES, HOST, GPU)
 
-# Page -> the test that runs its code blocks, or the reason why no test does. A block that is an exception has a line
-# of its own, with the block's beginning.
+# Page -> the test that runs the page's code blocks, or the reason why no test runs them. A line with a block's
+# beginning is an exception for this block.
 HOW: Final = {
     "ARCHITECTURE.md": TEXT,
     "CONTRIBUTING.md": HERE,

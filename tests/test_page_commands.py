@@ -61,7 +61,7 @@ def wrong_word(words: list[str]) -> str | None:
     """Returns the first word that is neither a command of `quire` nor an option of the command before it."""
     found: Any = typer.main.get_command(app)
     for number, word in enumerate(words):
-        if word == "--":  # Options of the servers follow.
+        if word == "--":  # After `--`, all words are options of the servers.
             return None
         if commands := getattr(found, "commands", {}):
             if word not in commands:

@@ -19,7 +19,8 @@ MARKDOWN = sorted(
 CHARACTERS_MAX = 160  # per line, outside tables, code and link targets
 LINES_MAX = {"README.md": 110, "ARCHITECTURE.md": 120}
 DECISION_LINES_MAX = 40
-PAGES_WORDS_MAX = 20_000  # words in docs/ as `wc -w` counts, without tables, decisions and reference pages
+# The words of docs/ as `wc -w` counts them, without tables, decisions and reference pages.
+PAGES_WORDS_MAX = 20_000
 SUBJECT_CHARACTERS_MAX = 72
 SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # The rule applies only to later commits.
 

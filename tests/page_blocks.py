@@ -76,7 +76,7 @@ class Block(NamedTuple):
 
     @property
     def key(self) -> str | None:
-        """The key of `HOW` that the block falls under; None without any."""
+        """The key of the block's entry in `HOW`; None if the block has no entry."""
         own = [key for key in HOW if key.startswith(f"{self.page}: ") and f"{self.page}: {self.first}".startswith(key)]
         return own[0] if own else self.page if self.page in HOW else None
 

@@ -236,7 +236,7 @@ def test_an_answer_with_an_unknown_value_has_a_meaning(server: ScriptedServer, f
 
 
 def test_an_error_with_an_unknown_reason_keeps_its_code(server: ScriptedServer) -> None:
-    """Reasons travel by name, so a client can receive one that it does not know."""
+    """Reasons travel by name, so a client can receive a reason that it does not know."""
 
     def fail(_request: Any, context: grpc.ServicerContext) -> Any:
         status = status_pb2.Status(code=code_pb2.NOT_FOUND, message="gone")

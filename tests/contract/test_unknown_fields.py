@@ -1,4 +1,4 @@
-"""Receivers ignore unknown fields. A proxy adds one to every message, in both directions."""
+"""Receivers ignore unknown fields. A proxy adds an unknown field to every message."""
 
 from __future__ import annotations
 

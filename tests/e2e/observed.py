@@ -189,7 +189,7 @@ def scraping(folder: Path, text: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def observed(folder: Path) -> Iterator[Scene]:
-    """Starts everything, kills a gateway and an allocator, and yields once Prometheus has scraped all of it."""
+    """Starts everything, kills a gateway and an allocator, and yields once Prometheus has scraped all processes."""
     hybrid = write_with_states("Qwen3Next", folder / "model")
     secrets = {"keys": KEYS, "token": TOKEN}
     for name, text in secrets.items():

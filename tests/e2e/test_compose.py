@@ -48,7 +48,7 @@ def docker_compose_answers() -> bool:
 
 
 def free_ports(names: tuple[str, ...]) -> dict[str, int]:
-    """Returns a free port for each name. All are bound at once, so no two are the same."""
+    """Returns a free port for each name. All ports are bound at once, so no two ports are the same."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
     ports = {name: listener.getsockname()[1] for name, listener in zip(names, sockets, strict=True)}
     for listener in sockets:
@@ -77,7 +77,7 @@ def generate(deployment: Deployment, prompt: str) -> str:
 
 
 def is_connected(deployment: Deployment) -> bool:
-    """Returns whether the worker has its session. Its health may still be from before the allocator stopped."""
+    """Returns whether the worker has its session. The reported health may be older than the stop."""
     with contextlib.suppress(AssertionError):  # `quire status` fails if a service does not serve.
         return ", connected" in deployment.execute("worker", "quire", "status")
     return False

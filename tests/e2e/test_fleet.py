@@ -45,7 +45,7 @@ class Fleet(NamedTuple):
         return asked.create(model="demo", prompt=prompt, max_tokens=4, temperature=0)
 
     def samples(self, name: str, label: str) -> list[float]:
-        """Returns a sample of each gateway; 0 where there is none."""
+        """Returns each gateway's sample of a metric; 0 where the gateway has none."""
         found = (samples_of(f"http://{each.address}/metrics") for each in self.gateways)
         return [each.get(f"{name}{label}", 0.0) for each in found]
 

@@ -183,7 +183,7 @@ class Reader:
         self.ports[SERVERS[name]] = at["address"].rpartition(":")[2]
 
     def serve_second_worker(self) -> None:
-        """Starts a worker with a pool of its own, printed as `b:7071`; the first one stays where it is."""
+        """Starts a worker with a pool of its own, printed as `b:7071`. The first worker keeps its port."""
         first = self.ports["7071"]
         self._serve("worker", ["--model", "models/demo", "--pool", "b"])
         self.ports["7072"], self.ports["7071"] = self.ports["7071"], first
@@ -219,7 +219,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _knows_extras(what: str) -> None:
-    """Checks that a distribution has the extras; `make release` installs it with each."""
+    """Checks that a distribution has the extras. `make release` installs the distribution with each extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.fullmatch(r"\.(?:\[(.*)\])?", what)
     assert named is not None, what

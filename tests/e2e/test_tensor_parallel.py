@@ -1,4 +1,4 @@
-"""Runs `--tensor-parallel 2` as users do, in real processes; kills one, and checks that the rest of the crew ends."""
+"""Runs `--tensor-parallel 2` as users do, in real processes. Kills one rank, and checks that the other rank ends."""
 
 from __future__ import annotations
 

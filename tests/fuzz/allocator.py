@@ -98,7 +98,7 @@ class Episode:
     # -- kinds of rounds -----------------------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """Sends one malformed message, or one exchange that contains one."""
+        """Sends one malformed message, or one exchange that contains a malformed message."""
         self.clock.now += self.chance.random() * 0.02
         for owner in self.directory._owners.values():
             owner.lease_end = self.clock.now + 10.0  # extends each lease, so that no lease expires by accident

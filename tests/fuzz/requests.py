@@ -96,7 +96,7 @@ class Plausible:
         return kinds[method](pool="pool") if method in kinds else pb.ListPoolsRequest()
 
     def _request_id(self) -> str:
-        """Returns an id that no other request has by accident. A test may repeat the previous one on purpose."""
+        """Returns an id that no other request has by accident. A test may repeat the previous id on purpose."""
         self.used_id, self._next_id = self._next_id, f"request {self.chance.getrandbits(48):x}"
         return self.used_id
 

@@ -33,7 +33,7 @@ REASONS = frozenset(
 
 
 def run_episode(seed: int, seen: Seen, messages: int = MESSAGES_PER_EPISODE) -> None:
-    """Runs one episode, which follows from its seed.
+    """Runs one episode. The seed determines all of it.
 
     Raises:
         Exception: a rule was violated, or the allocator raised something else than a `Refusal`.

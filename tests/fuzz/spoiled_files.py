@@ -16,7 +16,7 @@ LENGTH_BYTES = 8  # the length field before the header of a safetensors file
 
 
 def spoil(dice: random.Random, name: str, data: bytes) -> bytes:
-    """Returns a damaged copy of a file's bytes; now and then an intact one."""
+    """Returns a damaged copy of a file's bytes; now and then an intact copy."""
     if dice.random() < 0.3:
         return spoil_bytes(dice, data)
     if name.endswith(".safetensors"):

@@ -90,7 +90,7 @@ class Scene:
     service: WorkerService
 
     def end_branches(self) -> None:
-        """Ends all branches as if they had expired, because some malformed ones would last for an hour."""
+        """Ends all branches as if they had expired, because some malformed calls make branches that last an hour."""
         branches, loop = self.service._branches, self.harness._task.get_loop()
         for branch in list(branches._branches.values()):
             branch.expires_s = 0.0

@@ -1,4 +1,4 @@
-"""Tests the tools of a chat: which ones the model may call, and which ones are refused by name."""
+"""Tests the tools of a chat: which tools the model may call, and which tools are refused by name."""
 
 from __future__ import annotations
 

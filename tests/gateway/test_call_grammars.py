@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
 @cache
 def kind_of(added: str) -> Kind:
-    """Returns the demo model's tokenizer with added tokens: special ones, ordinary ones, or none."""
+    """Returns the demo model's tokenizer with added special tokens, added ordinary tokens, or none."""
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     names = [name for name in NAMES if tokenizer.token_to_id(name) is None] if added != "none" else []
     if added == "special":
@@ -86,7 +86,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def written(name: str) -> str:
-    """Returns a text with two calls, or with one for gpt-oss, whose text ends after a call."""
+    """Returns a text with two calls. A text of gpt-oss has one call, because it ends after a call."""
     return WRITTEN[name].partition("<|call|>")[0]
 
 

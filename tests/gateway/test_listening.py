@@ -29,7 +29,7 @@ def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path
 
 
 def test_the_kernel_looks_whether_a_caller_that_waits_is_still_there(tmp_path: Path) -> None:
-    """A caller behind a NAT that forgot it sends no FIN. Without a timer, its answer is computed to the end."""
+    """If a NAT forgets a caller's connection, no FIN arrives. Without a timer, the answer is computed to the end."""
     tables = Path("/proc/net/tcp")
     if not tables.exists():
         pytest.skip("this system does not tell the timers of its connections")

@@ -263,7 +263,7 @@ def test_errors_have_the_same_status_and_form(ours: ServerProcess, theirs: Any, 
 def test_every_parameter_of_theirs_may_be_given_at_its_default(
     ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any], schema: str
 ) -> None:
-    """A client that sends every parameter at its default gets the same answer as one that sends none."""
+    """A client that sends every parameter at its default gets the same answer as a client that sends none."""
     known = json.loads(curl(theirs, "/openapi.json").body)["components"]["schemas"][schema]["properties"]
     defaults = {name: rest.get("default") for name, rest in known.items() if name not in ask}
     assert len(defaults) > 40

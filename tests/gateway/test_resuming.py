@@ -128,7 +128,7 @@ def scene(folder: Path) -> Iterator[Scene]:
 
 
 def break_first_asked(fleet: Scene, *texts: str) -> None:
-    """Makes the first worker that is asked break off after two tokens, and the other one answer with these."""
+    """Makes the first worker that is asked break off after two tokens. The other worker answers with `texts`."""
     asked = list[str]()
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:

@@ -111,7 +111,7 @@ async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None
 
 
 def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
-    """Two workers share an allocator. The gateway finds blocks that one of them has computed through its pool."""
+    """Two workers share an allocator. Through its pool, the gateway finds the worker that has computed the blocks."""
     with LocalStack(DEMO, worker_arguments=["--blocks", "256", "--pool", "first"]) as stack:
         allocator = ["--allocator", stack.allocator_address]
         arguments = ["--model", str(DEMO), *allocator, "--listen", "127.0.0.1:0", "--blocks", "256", "--pool", "second"]

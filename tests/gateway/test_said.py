@@ -12,7 +12,7 @@ SPELLED = {TURN: b"<turn>", TURN_AS_TEXT: b"<turn>", A: b"a", B: b"b", AB: b"ab"
 
 
 def of(tokens: tuple[int, ...], prompt_token_count: int) -> Said:
-    """Returns an answer to a prompt that continues nothing, with the tokens of both."""
+    """Returns an answer to a prompt that continues nothing. `tokens` are the prompt's and the answer's."""
     return Said("m", tokens, prompt_token_count, tokens[:prompt_token_count])
 
 

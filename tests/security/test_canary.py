@@ -74,7 +74,7 @@ def outcome(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 
 
 def use(deployment: Deployment, outcome: Outcome) -> None:
-    """Sends a prompt twice, so that its blocks are published and hit. Remembers every secret that this makes."""
+    """Sends a prompt twice, so that its blocks are published and hit. Remembers all secrets of these calls."""
     tls = deployment.certificates.client()
     with (
         Client(deployment.worker.address, token=TOKEN, tls=tls) as client,

@@ -73,8 +73,8 @@ class LongAnswers:
             yield pb.GenerateResponse(sample=sample, finish_reason=pb.FINISH_REASON_LENGTH, **usage)
 
     def wait_for_much(self) -> None:
-        """Waits until a call has everything but its end, or until the gateway takes no more because its caller reads
-        nothing."""
+        """Waits until a call has its whole answer except the end, or until the gateway takes no more because its caller
+        reads nothing."""
         is_whole = self._given.get(timeout=60)
         while not is_whole:
             try:

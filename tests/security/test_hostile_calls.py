@@ -203,7 +203,7 @@ def test_every_call_of_the_services_has_a_request_here() -> None:
 
 
 def cut(message: bytes) -> list[bytes]:
-    """Returns a message that is cut in each of its parts, and one that claims to be of the largest size."""
+    """Returns a message that is cut in each of its parts, and a message that claims to be of the largest size."""
     whole = framed(message)
     return [whole[:1], whole[:4], whole[:5], whole[:-1] or whole[:1], framed(b"\x7a" * 30_000, MESSAGE_BYTES_MAX - 1)]
 

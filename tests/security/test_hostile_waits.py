@@ -39,7 +39,7 @@ MARK, TOKEN = b"hostile", 99  # The hostile caller's texts contain `MARK`, and i
 
 
 class HeldWorker:
-    """A worker that holds the calls of the hostile caller, while it is told to."""
+    """A worker that holds the hostile caller's calls from `hold` to `end`."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self.begun, self._may_end = threading.Semaphore(0), threading.Event()

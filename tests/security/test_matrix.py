@@ -174,7 +174,7 @@ def get_status(scene: Scene, who: str) -> Any:
 
 
 def get_server_info(scene: Scene, who: str) -> Any:
-    """Returns the answer of the allocator. The worker's must have the same version."""
+    """Returns the answer of the allocator. The worker's answer must have the same version."""
     request = server_pb2.GetServerInfoRequest()
     told = [
         pb_grpc.AllocatorServiceStub(scene.channel(who)),
@@ -272,7 +272,7 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
 
 
 def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Returns a call about the worker's requests or branches. The ids in it do not exist."""
+    """Returns a call about the worker's requests or branches. The ids in the call do not exist."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -283,7 +283,7 @@ def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def routed(scene: Scene, who: str) -> Any:
-    """Asks for the worker of a prompt in `red`. No pool here has one, and callers learn no more than that."""
+    """Asks for the worker of a prompt in `red`. No pool here has a worker, and callers learn no more."""
     try:
         return scene.call(who, "Route", namespace="red", model="m", prompt_token_count=1)
     except grpc.RpcError as error:

@@ -104,7 +104,7 @@ class Played:
         max_tokens: `max_tokens` of each request.
         prompts: the prompts, in order.
         outputs: the first output of each prompt.
-        again: the output of each prompt when all had ended and it was sent again with n=2.
+        again: the output of each prompt when it was sent again, with n=2, after all outputs had ended.
     """
 
     max_tokens: int

@@ -84,7 +84,7 @@ class PretendedWorker:
         may_wait: whether commits and frees wait for the next step that a sample needs.
         waited_count: number of turns in which no sample could continue without an answer.
         plan_count: number of steps that were sent before a batch, so that the batch had to wait for the answer.
-        asks: for each step that was sent during a batch, the samples and the number of tokens each needs room for.
+        asks: for each step that was sent during a batch, the samples and the number of tokens each needs blocks for.
         behind_count: number of batches that were planned while the previous one was computed.
     """
 

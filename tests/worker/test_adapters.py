@@ -89,7 +89,7 @@ async def test_mixed_batches_of_several_adapters_and_none_give_the_text_of_each(
 ) -> None:
     """Sends prompts of 1 to 130 tokens twice, so that the second request is a hit in the cache.
 
-    They are prefilled in chunks of at most 64 tokens, in passes with other requests that decode.
+    The prompts are prefilled in chunks of at most 64 tokens, in passes with other requests that decode.
     """
     model = models[name]
     lengths = [1, 20, 33, 130]

@@ -25,7 +25,7 @@ def worker_of(block_count: int, *, ahead_tokens: int, running_max: int = 8) -> P
 
 
 def decoding(worker: PretendedWorker, prompt: list[int], **sampling: int) -> Request:
-    """Returns a request that has computed its prompt, and that has received the blocks it asked for."""
+    """Returns a request that has computed its prompt, and that has received the requested blocks."""
     request = worker.submit(prompt, **sampling)
     worker.turn()
     worker.take_in()
@@ -373,7 +373,7 @@ def test_nobody_is_let_in_ahead_on_blocks_that_the_running_will_need() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_room_ahead_costs_nobody_a_place(seed: int) -> None:
-    """Checks turn by turn that the same samples run with and without room ahead, in pools that are too small."""
+    """Checks turn by turn that the same samples run with and without blocks ahead, in pools that are too small."""
     histories = []
     for ahead_tokens in (0, 40):
         dice = random.Random(seed)

@@ -281,7 +281,7 @@ async def test_a_branch_has_the_priority_and_the_deadline_of_its_call(llama: Pat
 
 
 async def test_a_list_has_the_branches_of_the_callers_namespaces_and_its_ids_only_release_them(llama: Path) -> None:
-    """The ids of a list continue, fork and renew no branch."""
+    """A caller cannot continue, fork or renew a branch with the ids of a list."""
     now_s, ours, theirs = 100.0, permissions_of(["quire://namespace/a"]), permissions_of(["quire://namespace/b"])
     async with running(llama) as harness:
         branches = Branches(harness.engine, clock=lambda: now_s)

@@ -86,7 +86,7 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
 
 
 async def test_sampled_and_greedy_requests_take_turns_in_one_batch(llama: Path, launched_count: list[int]) -> None:
-    """A pass that samples is computed after the launched passes, and waited for."""
+    """A pass that samples runs after the launched passes, and the engine waits for it."""
     prompts = [prompt(20 + i, seed=i) for i in range(4)]
     async with running(llama) as harness:
         greedy = [asyncio.create_task(harness.generate(each, max_tokens=60, ignore_eos=True)) for each in prompts]

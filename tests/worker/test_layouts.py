@@ -59,7 +59,7 @@ class Pretended:
         return sample
 
     def parts(self) -> list[Part]:
-        """Returns the next token of every sample, with room ahead in its tables."""
+        """Returns the next token of every sample, with spare blocks in its tables."""
         found = []
         for sample in self.samples:
             for table in sample.tables:

@@ -1,4 +1,4 @@
-"""The worker's limits are exact: a request at a limit is accepted, and one above it is refused with its reason."""
+"""The worker's limits are exact: a request at a limit is accepted, and a request above it is refused with a reason."""
 
 from __future__ import annotations
 

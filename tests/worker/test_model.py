@@ -85,7 +85,7 @@ class Bench:
         self.lengths: dict[int, int] = {}
 
     def step(self, work: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Computes the next tokens of some sequences in one pass; returns each one's last logits, `[vocabulary]`."""
+        """Computes the next tokens of sequences in one pass; returns each sequence's last logits, `[vocabulary]`."""
         chunks = []
         for sequence, tokens in work.items():
             start = self.lengths.get(sequence, 0)

@@ -200,7 +200,7 @@ class World:
 
 
 def passed_heads(worker: PretendedWorker) -> Iterator[int]:
-    """Yields the numbers of requests that a running one has passed."""
+    """Yields the numbers of requests that a running request has passed."""
     for sample in worker.scheduler.roster.running:
         if sample.passed is not None:
             yield sample.passed.request.number

@@ -140,7 +140,7 @@ def needs_the_kernels() -> None:
 
 
 def folder_of(family: str, tmp_path: Path) -> Path:
-    """Writes a checkpoint with random norms and biases instead of the initial ones and zeros."""
+    """Writes a checkpoint with random norms and biases. Initially all norms are 1 and all biases 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FAMILIES[family][0]()

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on a request's length: mixed batches give the text of `generate` for each alone."""
+"""Rotary frequencies that depend on a request's length: a mixed batch gives each request's text by `generate`."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def texts_of(folder: Path) -> list[tuple[int, ...]]:
 
 
 def batch_lengths(patch: pytest.MonkeyPatch) -> None:
-    """Makes all requests of a batch use the frequencies of the longest."""
+    """Makes all requests of a batch use the frequencies of the longest request."""
     patch.setattr(TokenLengths, "of_pass", property(lambda _: None, lambda *_: None), raising=False)
 
 

@@ -19,7 +19,7 @@ QUESTION = "The for statement"
 
 
 class State(pydantic.BaseModel):
-    """The answer that is expected. Further properties would be allowed otherwise, and the demo model writes many."""
+    """The expected answer. Without `forbid`, properties would be unlimited, and the demo model would write many."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

@@ -20,7 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", MERGE_TOLERANCE, ids=str)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Compares with a tolerance of one rounding; the interpreter truncates bfloat16 instead."""
+    """Compares with a tolerance of one rounding, because the interpreter truncates bfloat16 instead of rounding."""
     tolerance = MERGE_TOLERANCE[dtype]
     return got.dtype == dtype and torch.allclose(got.double(), expected.double(), atol=tolerance, rtol=tolerance)
 

@@ -25,7 +25,7 @@ PAIRS = {
 
 
 def make_buffers(device: torch.device) -> list[torch.Tensor]:
-    """Makes buffers with blocks of 60 and of 16,400 bytes: words of 4 bytes, and several chunks in the second."""
+    """Makes buffers with blocks of 60 bytes (copied in words of 4 bytes) and of 16,400 bytes (several chunks)."""
     return [torch.randn(8, 2, 3, 5, device=device).half(), torch.randn(8, 4100, device=device)]
 
 

@@ -24,7 +24,7 @@ TORCH = "/requirements/torch.txt"  # a file in each image: the requirements of t
 SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
-# A histogram has three series in Prometheus: its name with each of these suffixes.
+# In Prometheus a histogram has three series. Their names are the histogram's name with each of these suffixes.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 

@@ -17,7 +17,7 @@ from quire.cli.app import app
 from tests.page_blocks import ROOT, pages
 
 SERVERS = ("allocator", "worker", "gateway")
-PAST = {"CHANGELOG.md", "docs/bugs.md"}  # These documents also name files and options of the past.
+PAST = {"CHANGELOG.md", "docs/bugs.md"}  # These pages also name former files and options.
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 

@@ -48,7 +48,7 @@ class Collector(pb_grpc.TraceServiceServicer):
 
     spans: list[Seen] = field(default_factory=list)
     address: str = ""
-    stalls: threading.Event | None = None  # if set, no call is answered before this event
+    stalls: threading.Event | None = None  # if set, the collector answers no call before this event
 
     def Export(self, request: pb.ExportTraceServiceRequest, _context: object) -> pb.ExportTraceServiceResponse:
         if self.stalls is not None:

@@ -99,5 +99,5 @@ async def test_dynamos_router_knows_what_a_worker_has_cached(tmp_path: Path) -> 
         await asyncio.to_thread(client.generate, OTHER, max_tokens=1)
         await until(OTHER, 18)
         await until(PROMPT, below=5)
-    await until(OTHER, below=1)  # With its last message, the stopped worker clears all blocks.
+    await until(OTHER, below=1)  # The stopped worker's last message clears all blocks.
     router.shutdown()

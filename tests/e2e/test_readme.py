@@ -67,8 +67,8 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# The document leaves the KV pages and the model to its reader. Here pages are lists, and the model hashes their
-# contents.
+# The document leaves the KV pages and the model to its reader. Here KV pages are lists, and the model hashes the
+# contents of pages.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))

@@ -24,7 +24,7 @@ PROMPTS = ["The for statement", "Return the", "A", "If the expression is true, "
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    # Each token comes in its own message, so that counting messages counts tokens.
+    # Each message has one token, so that the number of messages is the number of tokens.
     with started("--stream-interval-ms", "0") as running:
         yield running
 

@@ -23,7 +23,7 @@ from tests.e2e.stack import DEMO, eventually, server
 
 GREEDY: Any = {"max_tokens": 300, "ignore_eos": True}
 PROMPT = "The import statement"
-LIMIT_S = 20.0  # limit for a crew to end; it takes a second or two on an idle machine
+LIMIT_S = 20.0  # limit for the end of a crew; an idle machine needs a second or two
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ FILES = {
     # These are all files of a model. Reading all of them takes a second.
     "model": ("config.json", "generation_config.json", "model.safetensors"),
 }
-WEIGHTS = (30, 15, 10, 20, 20, 5)  # how often each of FILES is chosen
+WEIGHTS = (30, 15, 10, 20, 20, 5)  # relative frequencies of the kinds in FILES
 
 
 class ViolationError(AssertionError):

@@ -24,7 +24,7 @@ class Plausible:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        # Every sequence has the same text, so each place has one digest of all tokens before it.
+        # All sequences have the same text, so every sequence has the same digest at a position.
         self.digests = [hashlib.sha256(str(place).encode()).digest() for place in range(PLACES)]
         self.used_id, self._next_id = "", "request"
 

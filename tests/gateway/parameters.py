@@ -19,7 +19,7 @@ from quire_gateway.responses.bodies import ResponseBody
 
 ENDPOINTS: Final = ("chats", "completions", "responses")
 PROMPT: Final = "A for statement iterates over the items of a sequence, in the order that they appear. The for"
-# Renders every option that a caller can pass, so that each one changes the number of prompt tokens.
+# The template renders every option that a caller can pass, so that each option changes the number of prompt tokens.
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message.content }}\n\n{% endfor %}{{ reasoning_effort | default('') }}"
     "{{ shout | default('') }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"

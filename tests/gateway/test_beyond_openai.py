@@ -73,7 +73,7 @@ def test_an_adapter_is_chosen_as_a_model_and_says_what_peft_says(
     tokens = worker.tokenize(PROMPT)
     expected = b"".join(worker.detokenize(adapted_text(DEMO, adapter, tokens, 24))).decode()
     assert expected != worker.generate(tokens, max_tokens=24).text
-    for prompt in (PROMPT, list(tokens)):  # The second request hits the first one's prefix.
+    for prompt in (PROMPT, list(tokens)):  # The second request hits the first request's prefix.
         answer = ai.completions.create(**{**ASK, "model": "tuned", "prompt": prompt})  # type: ignore[call-overload]
         assert (answer.model, answer.choices[0].text) == ("tuned", expected)
     assert answer.usage.prompt_tokens_details.cached_tokens == len(tokens) // 16 * 16

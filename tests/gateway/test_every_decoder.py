@@ -23,7 +23,7 @@ class Scene(NamedTuple):
 
     ai: openai.OpenAI
     tokenizer: Tokenizer
-    ordinary: list[int]  # ids that are no special tokens
+    ordinary: list[int]  # ids of all tokens that are not special
 
 
 @pytest.fixture(scope="module", params=KINDS)

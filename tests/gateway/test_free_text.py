@@ -31,7 +31,7 @@ TEXTS = (
 )
 
 
-PADDING = 40  # tokens that the model has beyond its tokenizer's
+PADDING = 40  # number of the model's tokens that its tokenizer lacks
 
 
 def matchers(kind: Kind, text: str) -> tuple[Any, Any]:

@@ -14,7 +14,8 @@ from tests.gateway.scene import gateway
 KEY = "sk-alpha-0123456789"
 
 
-# The ids contain no address: container engines add and remove interfaces, so pytest processes could see different ids.
+# The ids of these tests contain no address. Container engines add and remove interfaces, so an address could differ
+# between two pytest processes.
 @pytest.mark.parametrize("host", ["::", "::1", link_local()], ids=["any", "loopback", "of a link"])
 def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path) -> None:
     if host is None or not socket.has_dualstack_ipv6():

@@ -89,8 +89,8 @@ def missing(expected: Any, found: Any, where: str = "") -> list[str]:
 
 
 OPENAI_ONLY = {".choices[].logprobs.refusal"}
-# The fields of an answer that OpenAI's client knows. vLLM adds fields of its own (kv_transfer_params, token_ids, ...);
-# Quire adds none.
+# Path -> the fields of an answer that OpenAI's client knows. vLLM adds further fields (kv_transfer_params, token_ids,
+# ...), and Quire adds no fields.
 OPENAI_FIELDS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
     "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},

@@ -50,7 +50,7 @@ def cut(dice: random.Random, held: int) -> list[Chunk]:
 @pytest.mark.parametrize("seed", range(50))
 def test_the_caller_gets_each_token_and_character_once(seed: int) -> None:
     dice, sent, got = random.Random(seed), SentAnswer(), list[Chunk]()
-    for _ in range(dice.randint(0, 3)):  # each turn is a worker that ends too early
+    for _ in range(dice.randint(0, 3)):  # In each turn, a worker ends before its answer is whole.
         whole = cut(dice, held=4)
         got += [rest for chunk in whole[: dice.randint(0, len(whole) - 1)] if (rest := sent.rest(chunk)) is not None]
         sent.begin_again()

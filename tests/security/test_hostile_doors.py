@@ -62,7 +62,7 @@ WAITS = [
     for method in service.methods
     if method.server_streaming
 ]
-HELD = 1_200  # more waiting calls than one caller may have of any kind
+HELD = 1_200  # number of waiting calls, more than one caller may have
 AT_ONCE = allocator_limits.STREAMS_MAX // 2
 ITEMS = 250_000  # number of a list's items; no message can hold more
 # Numbers of items: each count limit of the allocator, the worker and the protocol, and one more than each limit.

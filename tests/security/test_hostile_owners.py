@@ -23,7 +23,7 @@ from tests.security.test_hostile_doors import channel, metadata
 
 POOLS = limits.POOLS_MAX
 SESSION = "/quire.v1.AllocatorService/Session"
-UNKNOWN_FIELD = b"\xfa\x7f"  # the tag of a field with bytes that no message has
+UNKNOWN_FIELD = b"\xfa\x7f"  # the tag of an unknown field of bytes
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,8 @@ def served(folder: Path) -> Iterator[LocalStack]:
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[LocalStack]:
     with served(folder) as stack:
-        with Client(stack.worker_address) as client:  # These calls allocate the memory that the worker needs only once.
+        # Before the tests, these calls allocate the memory that the worker allocates only once.
+        with Client(stack.worker_address) as client:
             client.generate("The", max_tokens=2, regex="[a-z]+ b?")
             client.tokenize([{"role": "user", "content": "x"}])
         yield stack

@@ -25,7 +25,7 @@ WAIT_S = 30.0
 NAMES = (f"fresh/{number}" for number in itertools.count())
 IDS = (f"request {number}" for number in itertools.count())
 
-# Callers with a valid certificate, and the permissions in it.
+# Name of a caller with a valid certificate -> options that give the certificate its permissions.
 PERMITTED = {
     "everything": ["--pool", "*", "--namespace", "*"],
     "nothing": [],

@@ -120,7 +120,7 @@ class PretendedWorker:
         self.host: dict[int, tuple[dict[int, int], list[int] | None]] = {}
         self.states: dict[int, list[int]] = {}  # block -> tokens that the block's state has seen
         self.asks: list[list[tuple[Sample, int]]] = []
-        self.commit_block_counts: list[int] = []  # committed blocks of each step
+        self.commit_block_counts: list[int] = []  # number of blocks that each step commits
         self._asks_ahead = ahead_tokens is not None
         self.is_silent = False
         self.may_wait = False

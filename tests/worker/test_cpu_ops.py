@@ -17,7 +17,7 @@ from tests.worker.attention_batches import implementation
 from tests.worker.test_cpu_attention import INSTRUCTION_SETS
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # for results of magnitude 1
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # allowed error of results of magnitude 1
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -168,7 +168,7 @@ def peculiar(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
     logits = torch.randn(rows, vocabulary, generator=generator)
     # Rounding to bfloat16 makes many logits equal, because bfloat16 has few numbers between 3 and 4.
     logits[: rows // 2] = logits[: rows // 2].bfloat16().float()
-    logits[::4] = logits[::4].round()  # gives zeros of both signs
+    logits[::4] = logits[::4].round()  # Rounding gives zeros of both signs.
     logits[1::4][logits[1::4] > 0.5] = -float("inf")  # as for tokens that are ruled out
     logits[0] = -float("inf")
     logits[0, somewhere()] = -3e38

@@ -142,7 +142,7 @@ def test_a_pace_is_that_of_the_shortest_pass_and_of_the_largest_prompt() -> None
     pace = Pace()
     assert pace.pass_s == 0
     assert pace.seconds_for(100) is None
-    pace.observe(0, 0.001)  # a pass that computed nothing
+    pace.observe(0, 0.001)  # This pass computed no tokens.
     pace.observe(1, 0.01)
     pace.observe(64, 0.04)
     assert pace.pass_s == 0.01
@@ -151,7 +151,7 @@ def test_a_pace_is_that_of_the_shortest_pass_and_of_the_largest_prompt() -> None
 
 def test_the_rate_of_prompts_is_of_the_latest_passes_that_mostly_computed_prompts() -> None:
     pace = Pace()
-    pace.observe(8, 0.08, sample_count=8)  # a pass of decoding
+    pace.observe(8, 0.08, sample_count=8)  # This pass decoded 8 samples.
     assert pace.prefill_seconds_for(100) == 0
     pace.observe(64, 0.04)
     pace.observe(36, 0.01, sample_count=3)

@@ -134,7 +134,7 @@ async def test_a_seed_gives_the_same_text_alone_in_company_and_after_a_preemptio
         crowded = await harness.generate(tokens, n=3, **sampling)
         for request in company:
             await harness.collect(request)
-    async with running(folders["demo"], blocks=8) as harness:  # fewer blocks than the ten that the samples need
+    async with running(folders["demo"], blocks=8) as harness:  # The samples need ten blocks.
         older = asyncio.gather(*(harness.generate(prompt(40, seed=i), max_tokens=30) for i in range(2)))
         await asyncio.sleep(0)
         preempted = await harness.generate(tokens, n=3, **sampling)
@@ -154,7 +154,7 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(f
         await harness.replace_allocator()
         output = await task
         assert await harness.free_block_count() == 512
-    assert output.request.usage.granted_block_count == -(-149 // BLOCK_SIZE)  # no block was granted twice
+    assert output.request.usage.granted_block_count == -(-149 // BLOCK_SIZE)  # No block was granted twice.
     expected = reference_text(folders["llama"], tuple(tokens), 100)
     assert output.tokens[0][: len(expected)] == expected
     assert len(output.tokens[0]) == 100

@@ -24,7 +24,7 @@ from tests.worker.engine_harness import paged_model, prompt, reference_model, re
 from tests.worker.tiny_models import FAMILIES, write_tiny
 
 LENGTHS = [1, 15, 16, 17, 31, 33, 48, 100, 131, 200]
-BLOCKS = 256  # blocks per group
+BLOCKS = 256  # number of blocks per group
 
 
 @pytest.fixture(scope="module")

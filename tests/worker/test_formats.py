@@ -25,8 +25,8 @@ from tests.worker.engine_harness import prompt, reference_model, reference_text,
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Allowed difference between logits with pages of this format and logits with plain pages, as a share of the norm. The
-# model's random weights are ten times larger than usual. The measured difference is half of this limit.
+# Page format -> allowed difference of logits from logits with plain pages, as a share of the logits' norm. The model's
+# random weights are ten times larger than usual. The measured difference is half of this limit.
 LOGITS_DIFFER_MAX = {"fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 SCALES = Scales(0.5, 0.25)
 

@@ -40,7 +40,7 @@ from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen
 
 VOCABULARY = 2048  # number of tokens that the tested model knows
-POOL_TOKENS = 64 * 16  # tokens that fit into the tested worker's pool
+POOL_TOKENS = 64 * 16  # number of tokens that fit into the tested worker's pool
 GENERATE = "/quire.v1.WorkerService/Generate"
 
 

@@ -18,7 +18,7 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.output import Delivery, FinishReason
 from quire_worker.scheduling.request import Request, Sample
 
-NEVER_S = 1e6  # longer than any test
+NEVER_S = 1e6  # This interval is longer than any test.
 TEXT = "for name in names:"
 
 

@@ -77,7 +77,7 @@ LATE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
-# Family -> its model, and how often each rewrite must apply to it.
+# Family -> the family's model, and how often each rewrite must apply to this model.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)), LAYERS + Counter(LinearRewrite=1)),
     "llama, tied": (lambda: LlamaForCausalLM(LlamaConfig(**TIED)), LAYERS + Counter(TiedHead=1)),

@@ -312,7 +312,7 @@ SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range
 @pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int, is_pipelined: bool) -> None:
-    print(f"QUIRE_SEED={seed}")  # replays this history
+    print(f"QUIRE_SEED={seed}")  # With this seed, the test replays the history.
     dice = random.Random(seed)
     size, windowed = dice.choice([1, 2, 4, 16]), (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
     groups = [GroupSpec(dice.choice(windowed), size, dice.randint(1, 5 * size)) for _ in range(dice.choice([0, 1, 3]))]

@@ -29,7 +29,7 @@ from tests.worker.engine_harness import paged_model, prompt, reference_model, re
 from tests.worker.state_models import FURTHER, STATE_FAMILIES, write_with_states
 from tests.worker.test_families import LENGTHS, pool_of
 
-MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # their mixers have CPU kernels
+MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # The mixers of these families have CPU kernels.
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def difference(folder: Path, dtype: str = "float32") -> float:
         buffer.fill_(NAN_BYTE)
     tables = [[range(first + 10 * group, first + 10 * group + 5) for group in range(len(groups))] for first in (0, 5)]
     for start, stop in ((0, 41), (41, 69), (69, 70)):
-        chunks = [  # another sequence shares the passes
+        chunks = [  # Another sequence shares the passes.
             Chunk(tokens[start:stop][::-1], start, tables[1], needs_logits=False),
             Chunk(tokens[start:stop], start, tables[0], needs_logits=True, begun_with=len(tokens)),
         ]

@@ -80,7 +80,7 @@ def test_swapping_is_tried_once_and_then_done_where_it_is_cheaper() -> None:
     pace = Pace()
     pace.observe(100, 1.0)  # Computing takes 10 ms per token.
     swap = SwapSpace(16, pace)
-    sample = sample_of(20)  # five blocks
+    sample = sample_of(20)  # The sample has five blocks.
     assert swap.swap_out(sample, 0, 4) is not None, "nobody knows what it costs"
     swap.release(sample)
     # A copy takes 10 ms per block, so copying five blocks out and back takes 100 ms. Computing their 20 tokens again
@@ -114,7 +114,7 @@ def test_pages_of_all_buffers_come_back_byte_by_byte(folder: Path) -> None:
     cache = KVCache(load_model(folder, block_size=BLOCK_SIZE).cache_spec, 12)
     for number, buffer in enumerate(cache.buffers):
         buffer.random_(generator=None)
-        buffer[3] = 0xFF - number  # bytes that are NaN in some dtypes
+        buffer[3] = 0xFF - number  # In some dtypes, these bytes are NaN.
     before = [buffer.clone() for buffer in cache.buffers]
     host = HostPages(cache, 5)
     host.copy_out([3, 7, 1], [4, 0, 2])

@@ -41,7 +41,7 @@ async def test_the_metrics_are_valid_openmetrics_under_the_names_that_are_docume
 async def test_histograms_count_each_request_token_and_pass_and_what_preemption_costs_is_what_was_computed_twice() -> (
     None
 ):
-    async with running(DEMO, blocks=12) as harness:  # fits two requests: 40 + 56 tokens take six blocks
+    async with running(DEMO, blocks=12) as harness:  # Two requests fit: each takes six blocks for 40 + 56 tokens.
         scheduler, numbers = harness.engine.scheduler, harness.engine.telemetry
         advance, passes = scheduler.advance, list[list[Work]]()
 
@@ -54,7 +54,7 @@ async def test_histograms_count_each_request_token_and_pass_and_what_preemption_
         outputs = await asyncio.gather(*(harness.generate(each, max_tokens=56, ignore_eos=True) for each in prompts))
         for output in outputs:
             harness.engine.cancel(output.request)
-            harness.engine.cancel(output.request)  # the second call has no effect
+            harness.engine.cancel(output.request)  # The second call has no effect.
     computed = [(item.sample.age, place) for work in passes for item in work for place in range(item.start, item.end)]
     assert scheduler.roster.preemption_count > 0
     assert scheduler.roster.recomputed_token_count == len(computed) - len(set(computed)) > 0
@@ -116,7 +116,7 @@ async def test_vllms_names_have_the_numbers_of_the_worker() -> None:
 async def test_the_queue_time_by_reason_adds_up_to_the_queue_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reception, "LOOK_S", 0.0)  # The reasons are noted in every turn.
     monkeypatch.setattr(queue_times, "SHARE", 0)
-    async with running(DEMO, blocks=12) as harness:  # fits two requests
+    async with running(DEMO, blocks=12) as harness:  # Two requests fit.
         numbers = harness.engine.telemetry
         prompts = [prompt(40, seed=seed) for seed in range(8)]
         await asyncio.gather(*(harness.generate(each, max_tokens=56, ignore_eos=True) for each in prompts))

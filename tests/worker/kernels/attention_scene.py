@@ -31,7 +31,7 @@ class Scene:
     cache_dtype: torch.dtype | None = None
     layout: str = "NHD"
     query_lengths: list[int] | None = None  # None: each request has one query (decode)
-    last_of_none: int = 0  # `last_page_len` of requests without pages; kernels must ignore it
+    last_of_none: int = 0  # `last_page_len` of requests without pages; kernels must ignore this number
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ class Fault:
     module: str  # the last part of the module's name, such as "decode_paged"
     before: str  # the text to replace; must occur exactly once
     after: str
-    through: tuple[str, ...] = ()  # a chain of modules: each imports the previous one, and the last is tested
+    through: tuple[str, ...] = ()  # chain of modules: each imports the previous module, and the last is tested
 
 
 def plant(fault: Fault, folder: Path) -> ModuleType:

@@ -88,7 +88,7 @@ def test_all_comparisons_hold(device: torch.device) -> None:
 @DTYPES
 @pytest.mark.parametrize("size", [1, 96, 4_097])
 def test_norms_of_any_size_and_dtype(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.randn(2, 3, size + 5, device=device).to(dtype)[..., 5:]  # rows with gaps between them
+    x = torch.randn(2, 3, size + 5, device=device).to(dtype)[..., 5:]  # The rows have gaps between them.
     weight = torch.randn(size, device=device).to(dtype)
     out = torch.empty(2, 3, size, dtype=dtype, device=device)
     assert rmsnorm(x, weight, 1e-5, out) is out

@@ -81,7 +81,7 @@ def test_all_sides_of_a_batch_give_the_same(case: Case, device: torch.device) ->
 def test_the_wrong_keys_would_be_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = scene_of(DECODE, device, torch.float32)
     assert isinstance(scene, GroupedScene)
-    monkeypatch.setattr(scene.pool, "table", scene.pool.table.roll(1, 0))  # gives each sequence the other's table
+    monkeypatch.setattr(scene.pool, "table", scene.pool.table.roll(1, 0))  # The two sequences swap their tables.
     with pytest.raises(ValueError, match="Quire differs from the reference"):
         gpu.measure_case(DECODE, bench(device), scene=scene)
 

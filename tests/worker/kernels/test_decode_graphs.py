@@ -21,7 +21,7 @@ from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 pytestmark = pytest.mark.interpreted
 
-BLOCKS = 24  # blocks per group
+BLOCKS = 24  # number of blocks per group
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_replay_gives_the_logits_of_a_pass_of_its_own(
     assert graphs.logits_of(begun) is None, "prompts"
     for cache in (replayed, launched):
         model.forward(begun.on(triton_device), cache)
-    for starts in ([20, 5, 17], [21, 6, 18]):  # three sequences in a graph of four rows
+    for starts in ([20, 5, 17], [21, 6, 18]):  # The graph has four rows, and the batch three sequences.
         batch = batch_of(model, [1, 1, 1], starts)
         logits = graphs.logits_of(batch)
         assert logits is not None

@@ -94,7 +94,7 @@ def merges(device: torch.device) -> None:
 
 
 VECTORS = ("sinks", "alibi_slopes", "k_scale", "v_scale")
-ONE_PAGE = {"page_size": 64}  # a tile is within one page, so unused slots are read unless the kernel masks them
+ONE_PAGE = {"page_size": 64}  # A tile is within one page, so the kernel reads unused slots unless it masks them.
 FAULTS: list[tuple[Fault, Check]] = [
     (Fault(title, module, before, after), check)
     for module, title, before, after, check in (

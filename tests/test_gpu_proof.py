@@ -111,7 +111,7 @@ def test_a_package_that_a_server_lacks_is_said_before_anything_runs(tmp_path: Pa
 def test_a_trace_tells_how_long_nothing_ran(tmp_path: Path) -> None:
     events = [
         {"cat": "kernel", "name": "void gemm<1>(int)", "ts": 100.0, "dur": 50.0},
-        {"cat": "kernel", "name": "norm", "ts": 120.0, "dur": 40.0},  # overlaps the first kernel by 30
+        {"cat": "kernel", "name": "norm", "ts": 120.0, "dur": 40.0},  # overlaps the first kernel for 30 microseconds
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 190.0, "dur": 10.0},
         {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 90.0, "dur": 5.0},
         {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 95.0, "dur": 100.0},

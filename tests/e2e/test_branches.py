@@ -92,7 +92,7 @@ def test_branches_live_through_a_worker_that_stands_still_for_longer_than_their_
             worker.process.send_signal(signal.SIGSTOP)
             time.sleep(2.0)
             worker.process.send_signal(signal.SIGCONT)
-            time.sleep(0.5)  # By now the worker's expiry timer has run.
+            time.sleep(0.5)  # After this sleep, the worker's expiry timer has run.
             assert root.generate(max_tokens=2, ignore_eos=True).usage.output_token_count == 2
 
 

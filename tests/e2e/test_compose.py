@@ -36,7 +36,7 @@ KILLED = 128 + 9
 # In the text's first 1,400 tokens, the two best candidates always differ by at least 0.002. Later, two candidates tie
 # within rounding, so a recomputation may swap them.
 CLEAR_TOKENS = 1400
-# The first build downloads torch; everything after it takes seconds.
+# The first build downloads torch. All later steps take seconds.
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 
@@ -212,7 +212,7 @@ def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(
     empty: list[str] = []
 
     def nothing_is_empty() -> bool:
-        generate(deployment, "The import statement")  # Rates and ratios need requests within the last seconds.
+        generate(deployment, "The import statement")  # Rates and ratios need recent requests.
         ask(deployment)
         # Only ended calls are counted. The worker's session is a call that never ends, so another call is needed.
         deployment.operate("pool", "list")

@@ -102,7 +102,8 @@ def test_two_gateways_route_as_one_and_another_worker_answers_for_a_killed_one(t
             assert here.ready(pool) == [1, 1]
         first = here.ask(0, PROMPT)
         pool, other = sorted(here.workers, key=here.sent_to, reverse=True)
-        for number in range(4):  # Both gateways send the prompt where the first gateway sent the prefix.
+        # Both gateways send the prompt to the worker that got the prefix from the first gateway.
+        for number in range(4):
             answer = here.ask(number % 2, [*PROMPT, 300 + number])
             assert answer.usage.prompt_tokens_details.cached_tokens == len(PROMPT)
         assert (here.sent_to(pool), here.sent_to(other)) == (5, 0)

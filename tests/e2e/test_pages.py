@@ -159,7 +159,7 @@ class Reader:
             if option not in arguments:
                 arguments += [option, "127.0.0.1:0"]
         if name == "worker" and "--pool" not in arguments:
-            arguments += ["--pool", f"page-{self._servers}"]  # The stack's worker has the default pool.
+            arguments += ["--pool", f"page-{self._servers}"]  # The stack's worker has the pool `default`.
         for option in options:
             place = arguments.index(option) + 1
             arguments[place] = re.sub(r"\d+$", "0", arguments[place])

@@ -227,7 +227,7 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
 @pytest.mark.timeout(600)  # The test runs every command of the page, one after another.
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    # `sys.executable` replaces the activation, and `make test-compose` runs the compose line.
+    # Two lines run elsewhere: `sys.executable` replaces the activation, and `make test-compose` runs the compose line.
     elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
     # A test above runs two of these three commands.
     elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}

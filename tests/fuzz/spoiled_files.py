@@ -11,8 +11,8 @@ EDGES: tuple[object, ...] = (
     *("", "a", "\x00", "\ud800", "\x1b[31m", "../../etc/passwd", "F32", "I4", "LORA", "auto", "x" * 5_000),
     *(None, True, False, [], {}, [[]], [None], {"": ""}, [0, 2**63], [1] * 2_000, ["a"] * 2_000),
 )
-SCALES = (0, -1, 2, 3, 1_000, 10**6, 10**12)  # factors for numbers
-LENGTH_BYTES = 8  # the length field before the header of a safetensors file
+SCALES = (0, -1, 2, 3, 1_000, 10**6, 10**12)  # A number in JSON is multiplied by one of these factors.
+LENGTH_BYTES = 8  # bytes of the field before a safetensors header that has the header's length
 
 
 def spoil(dice: random.Random, name: str, data: bytes) -> bytes:

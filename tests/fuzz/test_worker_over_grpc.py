@@ -136,7 +136,7 @@ def test_a_malformed_call_on_a_branch_is_refused_with_a_reason_or_served(
 ) -> None:
     malformer, right = Malformer(chance), type(RIGHT_OF_BRANCHES[method])()
     right.CopyFrom(RIGHT_OF_BRANCHES[method])
-    if hasattr(right, "branch_id"):  # The call names an existing branch.
+    if hasattr(right, "branch_id"):  # This call needs the id of an existing branch.
         prefill = scene.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")
         found = pb.PrefillResponse.FromString(prefill(RIGHT_OF_BRANCHES["Prefill"].SerializeToString()))
         right.branch_id = found.branch_id

@@ -384,7 +384,7 @@ def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> Non
         ):
             with socket.create_connection((host, int(port)), timeout=30) as connection:
                 connection.sendall(head + name)
-                with contextlib.suppress(ConnectionError):  # The server closes the connection before all is sent.
+                with contextlib.suppress(ConnectionError):  # The server closes before all headers are sent.
                     if name.endswith(b"\n"):
                         connection.sendall(b"\r\n" + body)
                     else:

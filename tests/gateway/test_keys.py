@@ -38,7 +38,7 @@ def shown(key: str) -> tuple[str, str]:
 
 def test_a_line_has_a_name_limits_and_an_end() -> None:
     line = f"{KEY} acme name=web requests=600 tokens=100000 concurrent=8 expires=2027-01-31T12:00Z special_tokens=text"
-    now_s = 1_801_396_799.0  # a second before the key expires
+    now_s = 1_801_396_799.0  # one second before the key expires
     keys = ApiKeys(f"{line}\n{OTHER_KEY} beta", "here", clock=lambda: now_s)
     key = keys.named(f"Bearer {KEY}".encode())
     assert key is not None

@@ -15,7 +15,7 @@ DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x4
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE = 0x4
-WINDOW_BYTES: Final = 65_535  # HTTP/2's initial window of a stream and of a connection
+WINDOW_BYTES: Final = 65_535  # HTTP/2's initial flow-control window, for streams and connections
 FRAME_BYTES: Final = 16_384
 IDLE_S: Final = 1.0
 

@@ -37,9 +37,9 @@ from tests.security.test_hostile_doors import (
 ATTACKER = "attacker"
 NUMBERS = itertools.count()
 LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each block.
-UNREAD = 200  # number of calls of each kind with unread answers
-HALF_SENT = 500  # calls with a half-sent message of the largest size
-STREAMS = 64  # attached streams
+UNREAD = 200  # number of calls of each kind whose answers stay unread
+HALF_SENT = 500  # number of calls with a half-sent message of the largest size
+STREAMS = 64  # number of attached streams
 LONG = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
 
 

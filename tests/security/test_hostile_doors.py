@@ -243,7 +243,7 @@ def goes_on(method: str, namespace: str) -> list[Any]:
     """Returns messages that make a call of this method wait or run for long."""
     long = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
     messages: dict[str, list[Any]] = {
-        "Session": [],  # The server waits for an attach.
+        "Session": [],  # Without messages, the server waits for an attach.
         "WatchEvents": [pb.WatchEventsRequest(pool="default")],
         "Generate": [worker_pb.GenerateRequest(text="The for", namespace=namespace, sampling=long)],
         "Watch": [health_pb2.HealthCheckRequest()],

@@ -296,7 +296,7 @@ OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
 # Callers that may not use a branch's namespace get this reason even though the branch exists.
 UNKNOWN = Reason.BRANCH_UNKNOWN
-# Per RPC: the call, the answer to an observer of all pools, and the answer to a caller with another namespace.
+# RPC -> the call, the answer to an observer of all pools, and the answer to a caller with another namespace.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
@@ -341,7 +341,7 @@ WITHOUT_POOL = {
         for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
         if not method.name.endswith(
             ("Adapter", "Adapters", "ListBranches", "ListRequests")
-        )  # These calls concern the worker's own pool.
+        )  # The excluded calls concern the worker's own pool.
     ),
     "health of the allocator",
     "health of the worker",

@@ -193,7 +193,7 @@ def test_texts_go_on_when_the_allocator_is_killed_and_started_anew(tmp_path: Pat
                 assert shell.ask(admit=[*PROMPT, 9]) == {"text": 3, "matched": 20}
                 later = [*range(200, 221)]
                 assert shell.ask(admit=later)["matched"] == 0
-                assert shell.ask(mirror=later, until=20) == {"matched": 20}  # The watch continues, too.
+                assert shell.ask(mirror=later, until=20) == {"matched": 20}  # The watch continues after the kill, too.
                 assert shell.end() == 0
 
 

@@ -11,7 +11,7 @@ import pydantic
 
 HELD, SCRIPTED = (
     f"http://{address}/v1" for address in sys.argv[2:4]
-)  # base URLs of the demo model and of the scripted model
+)  # base URLs: `HELD` serves the demo model, `SCRIPTED` the scripted model
 MODEL = "demo"
 KEY = "none"
 LIMIT = 200

@@ -122,7 +122,8 @@ def test_keys_and_values_may_have_any_strides_and_different_head_dims(device: to
 
 def test_pages_further_than_an_int32_reaches_are_written(device: torch.device) -> None:
     page_stride = 2**31 + 64
-    memory = torch.empty(page_stride + 4096, dtype=torch.uint8, device=device)  # a CPU allocates only written memory
+    # On a CPU, the system allocates only the memory that is written.
+    memory = torch.empty(page_stride + 4096, dtype=torch.uint8, device=device)
     cache = memory.as_strided((2, 2, 4, 1, 64), (page_stride, 256, 64, 64, 1)).view(E4M3)
     case = make_case(device, heads=1)
     batch_indices = torch.tensor([0], dtype=torch.int32, device=device)

@@ -50,7 +50,7 @@ def rotations_match(module: ModuleType, device: torch.device, *, is_normed: bool
     heads = torch.randn(tokens, query_heads + 2 * kv_heads, dim, device=device)
     angle = torch.rand(tokens, rotary_dim // 2, device=device) * 7
     cosine, sine = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-    slots = torch.tensor([9, -1, 3, 40, 14], device=device)  # 40 is outside the pool
+    slots = torch.tensor([9, -1, 3, 40, 14], device=device)  # slot 40 is outside the pool
     # The memory has one page before the pool and one page behind the pool, because faults may write there.
     memory = torch.full((7, 2, page_size, kv_heads, dim), torch.nan, device=device)
     norms = None

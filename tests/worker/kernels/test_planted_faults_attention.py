@@ -24,7 +24,7 @@ from .attention_scene import Scene, assert_close
 
 Check = Callable[[torch.device], None]
 
-# Pages of 8 put two pages into a float32 tile, as pages of 16 do in half precision.
+# With pages of 8 tokens, a float32 tile has two pages. In half precision, pages of 16 tokens give two pages per tile.
 SMALL_PAGES = {"page_size": 8}
 
 

@@ -42,7 +42,7 @@ def test_pieces_tiles_boxes_and_masks_give_the_softmax(seed: int) -> None:
         own = [next(ids) for _ in range(count)]
         visible_low = max(0, kv_len - q_len - window_left) if window_left >= 0 else 0
         keys = torch.randn(2, kv_len, kv_heads, dim).double()
-        for position in range(visible_low, kv_len):  # keys that no query sees stay NaN
+        for position in range(visible_low, kv_len):  # Keys that no query sees stay NaN.
             k[own[position // page_size], position % page_size] = keys[0, position]
             v[own[position // page_size], position % page_size] = keys[1, position]
         unseen = visible_low // page_size
@@ -144,7 +144,7 @@ def test_a_plan_is_run_again(shape: Shape, device: torch.device) -> None:
 @on_hopper
 def test_a_graph_is_replayed_with_other_queries_keys_and_pages(device: torch.device) -> None:
     batch, other = Batch(SHAPES[0], device), Batch(SHAPES[0], device)
-    batch.run()  # compiles the kernel
+    batch.run()  # This first run compiles the kernel.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = batch.run()

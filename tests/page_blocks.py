@@ -27,8 +27,8 @@ HOST: Final = "not run: makes users and services of the host"
 GPU: Final = "not run: needs a GPU"
 REASONS: Final = (TEXT, DOCKER, KUBERNETES, HOST, GPU)
 
-# Page -> the test that runs its code blocks, or the reason why no test does. A block that is an exception has a line
-# of its own, with the block's beginning.
+# Page -> the test that runs the page's code blocks, or the reason why no test runs them. A line with a block's
+# beginning is an exception for this block.
 HOW: Final = {
     "ARCHITECTURE.md": TEXT,
     "CONTRIBUTING.md": HERE,
@@ -76,7 +76,7 @@ class Block(NamedTuple):
 
     @property
     def key(self) -> str | None:
-        """The key of `HOW` that the block falls under; None without any."""
+        """The key of the block's entry in `HOW`; None if the block has no entry."""
         own = [key for key in HOW if key.startswith(f"{self.page}: ") and f"{self.page}: {self.first}".startswith(key)]
         return own[0] if own else self.page if self.page in HOW else None
 

@@ -14,7 +14,7 @@ from allocator_sides import workload
 from load_sides import arrivals
 from serving_sides.workload import KINDS, Workload
 
-ROUNDS = range(-2, 5)  # negative rounds are warm-up
+ROUNDS = range(-2, 5)  # Negative rounds are warm-up, and are not measured.
 
 
 def test_no_two_rounds_of_the_allocators_benchmark_share_a_digest() -> None:
@@ -54,4 +54,4 @@ def test_arrivals_of_different_loads_repeat_no_prompt_and_come_at_their_rate(tmp
     for rate, load in zip((5.0, 50.0), loads, strict=True):
         times = [each.at_s for each in load]
         assert times == sorted(times)
-        assert 0.8 < times[-1] * rate / 400 < 1.25  # within four standard deviations
+        assert 0.8 < times[-1] * rate / 400 < 1.25  # The limits are four standard deviations away from the mean.

@@ -21,7 +21,7 @@ import quire_gateway
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
-# Heavy packages, by import name. The base installation has none of these packages; extras bring them.
+# Heavy packages, by import name. Only extras install these packages. The base installation has none of them.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
 EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"} | {
     "fastapi",
@@ -138,13 +138,13 @@ def test_no_module_is_in_a_circle_also_of_imports_for_types(package: str) -> Non
     graph = grimp.build_graph(package, exclude_type_checking_imports=False, cache_dir=None)
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imported) > 5
-    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError that names the cycle
+    graphlib.TopologicalSorter(imported).prepare()  # raises a CycleError that names the cycle
 
 
 def test_no_compiled_class_derives_from_one_that_is_not() -> None:
     """Reading a missing attribute of such an object raises SystemError in some Python releases, such as 3.11.2."""
     paths = compiled_modules()
-    # bases that are safe although they are not compiled
+    # These base classes are safe although they are not compiled.
     harmless = {"ABC", "Enum", "Generic", "IntEnum", "NamedTuple", "Protocol"}
     found = 0
     for module, path in paths.items():

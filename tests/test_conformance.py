@@ -17,7 +17,7 @@ CONFORMANCE = Path(__file__).resolve().parent.parent / "conformance"
 LINES = [
     json.loads(line) for path in sorted((CONFORMANCE / "sessions").iterdir()) for line in path.read_text().splitlines()
 ]
-# Runs Python's owner, but replaces one line of its answers.
+# This program runs Python's owner, but replaces one line of the owner's answers.
 MISTAKEN = """
 import json, sys
 sys.path.insert(0, sys.argv[1])

@@ -21,7 +21,7 @@ PACKAGES = (
 )
 LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 
-# An added line, its file, and the contract that the line breaks.
+# Title -> a file, a line that is added to the file, and the contract that the line breaks.
 PLANTED = {
     "the client imports its servers": (
         "client/quire/client.py",

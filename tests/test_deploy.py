@@ -20,11 +20,11 @@ from scripts.list_requirements import requirements
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 PINNED_IMAGE = re.compile(r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$")
-TORCH = "/requirements/torch.txt"  # in an image: the requirements of torch alone
+TORCH = "/requirements/torch.txt"  # a file in each image: the requirements of torch alone
 SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
-# A histogram has three series in Prometheus: its name with each of these suffixes.
+# In Prometheus a histogram has three series. Their names are the histogram's name with each of these suffixes.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
@@ -159,7 +159,8 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
     command = ["promtool", *arguments]
     done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False)
     output = done.stdout + done.stderr
-    # promtool also looks for the token and certificate files. Only the containers have these files.
+    # promtool also looks for token and certificate files. Only containers have these files, so their absence is no
+    # error here.
     assert done.returncode == 0 or "/run/quire/" in output, output
 
 

@@ -67,7 +67,7 @@ def test_every_variable_that_a_program_reads_is_on_the_page_of_operating() -> No
     read = {
         name for path in files for name in re.findall(r"\"(QUIRE_[A-Z_]*[A-Z])\"", path.read_text(encoding="utf-8"))
     }
-    internal = {"QUIRE_RANKS_RENDEZVOUS"}  # A worker sets it for the ranks that it starts.
+    internal = {"QUIRE_RANKS_RENDEZVOUS"}  # A worker sets this variable for the ranks that it starts.
     table = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8").split("\n## Variables\n")[1].split("\n## ")[0]
     assert {"QUIRE_ALLOCATOR", "QUIRE_CACHE"} <= read
     assert read - internal - set(re.findall(r"`(QUIRE_[A-Z_]+)`", table)) == set()

@@ -69,7 +69,7 @@ def test_a_part_keeps_its_whole_rows_and_leaves_no_process_behind(
     ran, printed = run(ending, seconds, tmp_path)
     assert (ran.ended, ran.rows) == (ended, [{"row": 1, "dry": "1"}])
     child, deadline = int(printed.split()[0]), time.monotonic() + 30
-    while is_alive(child):  # The child was killed and is ending.
+    while is_alive(child):  # The killed child may still be ending.
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
 
@@ -86,7 +86,8 @@ def test_what_the_servers_need_travels_to_the_gpu_machine_or_is_there() -> None:
     assert there is not None
     had = {*there[1].split(), *re.findall(r"^([a-z0-9-]+)==", carried, re.MULTILINE)}
     asked, todo = set[str](), ["quire-kv[allocator,cli,worker]"]
-    while todo:  # Follows the requirements of the carried packages. Installed packages already have theirs.
+    # The loop follows the requirements of carried packages. Installed packages already have their requirements.
+    while todo:
         wanted = Requirement(todo.pop())
         name = canonicalize_name(wanted.name)
         if name in there[1].split() or str(wanted) in asked:
@@ -110,7 +111,7 @@ def test_a_package_that_a_server_lacks_is_said_before_anything_runs(tmp_path: Pa
 def test_a_trace_tells_how_long_nothing_ran(tmp_path: Path) -> None:
     events = [
         {"cat": "kernel", "name": "void gemm<1>(int)", "ts": 100.0, "dur": 50.0},
-        {"cat": "kernel", "name": "norm", "ts": 120.0, "dur": 40.0},  # overlaps the first kernel by 30
+        {"cat": "kernel", "name": "norm", "ts": 120.0, "dur": 40.0},  # overlaps the first kernel for 30 microseconds
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 190.0, "dur": 10.0},
         {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 90.0, "dur": 5.0},
         {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 95.0, "dur": 100.0},

@@ -17,7 +17,7 @@ from quire.cli.app import app
 from tests.page_blocks import ROOT, pages
 
 SERVERS = ("allocator", "worker", "gateway")
-PAST = {"CHANGELOG.md", "docs/bugs.md"}  # These documents also name files and options of the past.
+PAST = {"CHANGELOG.md", "docs/bugs.md"}  # These pages also name former files and options.
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
@@ -61,7 +61,7 @@ def wrong_word(words: list[str]) -> str | None:
     """Returns the first word that is neither a command of `quire` nor an option of the command before it."""
     found: Any = typer.main.get_command(app)
     for number, word in enumerate(words):
-        if word == "--":  # Options of the servers follow.
+        if word == "--":  # After `--`, all words are options of the servers.
             return None
         if commands := getattr(found, "commands", {}):
             if word not in commands:

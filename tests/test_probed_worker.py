@@ -20,7 +20,7 @@ from serving_sides.workload import KINDS, Workload
 def test_an_idle_worker_answers_as_soon_as_it_serves_and_after_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Kernel tests set this variable. With this variable, the worker would also interpret its kernels.
+    # Kernel tests set this variable. A worker with this variable would interpret its kernels.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([benchmarks, *filter(None, [os.environ.get("PYTHONPATH")])]))
@@ -30,10 +30,11 @@ def test_an_idle_worker_answers_as_soon_as_it_serves_and_after_each_round(
         asked = Workload(KINDS[0], 2, 16, 8).draw(0, stack.status.vocabulary_size)
         for _ in range(2):
             passes = stack.round(asked).passes
-            # The two requests decode together, or on a busy machine one after the other.
+            # The two requests decode together. On a busy machine, they may also decode one after the other.
             assert len(decoding_pairs(passes, 1)) + len(decoding_pairs(passes, 2)) >= 4
             assert sum(each["tokens"] for each in passes) >= 2 * (16 + 7)
-        for seconds in (0.1, 1.0, 10.0, 60.0):  # On a busy machine, the first pass may begin after a short trace.
+        # On a busy machine, a short trace may end before the first pass begins, so longer traces follow.
+        for seconds in (0.1, 1.0, 10.0, 60.0):
             trace, passes = stack.profile(asked, after_s=-1.0, seconds=seconds)
             if passes:
                 break

@@ -16,12 +16,13 @@ MARKDOWN = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part in ("models", "build") for part in path.relative_to(ROOT).parts)
 )
-CHARACTERS_MAX = 160  # per line, outside tables, code and link targets
+CHARACTERS_MAX = 160  # limit per line, outside tables, code and link targets
 LINES_MAX = {"README.md": 110, "ARCHITECTURE.md": 120}
 DECISION_LINES_MAX = 40
-PAGES_WORDS_MAX = 20_000  # words in docs/ as `wc -w` counts, without tables, decisions and reference pages
+# The words of docs/ as `wc -w` counts them, without tables, decisions and reference pages.
+PAGES_WORDS_MAX = 20_000
 SUBJECT_CHARACTERS_MAX = 72
-SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # The rule applies only to later commits.
+SUBJECTS_AFTER = "7e723954ef84b51f4dc586a74a69bc7546cd894d"  # Only later commits must have short subjects.
 
 
 def name_of(path: Path) -> str:

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOWS = ROOT / ".github" / "workflows"
 PACKAGES = [quire, quire_allocator, quire_cpu, quire_gateway, quire_kernels, quire_worker]
-# The file with the constant, files that cannot import it, and a page that quotes pip.
+# Only these files may name the distribution: the file with the constant, files that cannot import the constant, and a
+# page that quotes pip.
 NAMED_IN = {
     "client/quire/_distribution.py",
     "worker_service/quire_cpu/__init__.py",
@@ -102,6 +103,6 @@ def test_an_example_says_what_it_needs(example: Path) -> None:
         for node in found
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
     }
-    # `pip install '.[all]'` brings these; `stack` is a file beside the example.
+    # `pip install '.[all]'` installs these packages, except `stack`, which is a file beside the example.
     brought = {"quire", "rich", "torch", "transformers", "stack"} | sys.stdlib_module_names
     assert roots <= brought or "    pip install " in says

@@ -13,7 +13,7 @@ import pytest
 from scripts import site as build
 
 BROWSER = shutil.which("chromium")
-QUESTIONS = 15  # the page must answer at least this many questions of a first day
+QUESTIONS = 15  # The page must answer at least this many questions.
 
 
 def test_lists_and_tables_behind_a_paragraph_get_the_empty_line_that_they_need_and_code_gets_none() -> None:

@@ -21,7 +21,8 @@ TEXT_SUFFIXES = {".py", ".md", ".proto", ".toml", ".sh", ".yml", ".yaml", ".json
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
 DOCSTRING_WORDS_MIN = 4
-NO_SUBJECT = ("Of ", "By ", "For ", "As ", "In ", "Without ")  # docstrings must not begin like this, without a subject
+# Docstrings that begin with these words have no subject.
+NO_SUBJECT = ("Of ", "By ", "For ", "As ", "In ", "Without ")
 # The words are split so that this check does not find its own file.
 LEFTOVERS = re.compile("TO" + "DO|FIX" + "ME|XX" + "X|HA" + "CK")
 MACHINE_PATHS = re.compile(r"(?<![\w.:/}])/(?:" + "ho" + "me|Us" + "ers|ro" + "ot|wo" + r"rk)/\w")
@@ -198,7 +199,7 @@ def test_a_silent_proto_element_would_be_noticed() -> None:
     assert list(undocumented("// A.\nmessage A {\n  // Both.\n  uint32 b = 1;\n  uint32 c = 2;\n}\n")) == []
 
 
-# Docstrings that begin like this have no subject, or one that the reader must search for.
+# Docstrings that begin with these words have no subject, or a subject that the reader must search for.
 NO_NAMED_SUBJECT = re.compile(r"(?:What|Who|Whom|Whoever|Whose|Those|Does (?:the same|so)|The same) ")
 
 

@@ -1,4 +1,4 @@
-"""Helm and the schemas: `scripts/chart.sh` makes them in build/chart. Without node or npm the tests are skipped."""
+"""`scripts/chart.sh` makes helm and the schemas in build/chart. Without node or npm, these tests are skipped."""
 
 from __future__ import annotations
 

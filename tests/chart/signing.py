@@ -1,4 +1,4 @@
-"""An authority that signs certificates as a cert-manager Certificate requests them: names, addresses, URIs and
+"""A CA that signs certificates as a cert-manager Certificate requests them: names, addresses, URIs and
 usages.
 """
 

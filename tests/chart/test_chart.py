@@ -16,7 +16,8 @@ import yaml
 from tests.chart.helm import CHART, KEYS, TOOLS, Render, container, helm, named
 
 ROOT = Path(__file__).resolve().parents[2]
-KUBERNETES = ("1.29", "1.35", "1.37")  # the oldest that the chart allows, a recent one, and the newest with schemas
+# The oldest version that the chart allows, a recent version, and the newest version that has schemas.
+KUBERNETES = ("1.29", "1.35", "1.37")
 VARIANTS: dict[str, list[str]] = {
     "defaults": [],
     "gpu": ["-f", str(CHART / "values-gpu.yaml")],

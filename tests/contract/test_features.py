@@ -157,7 +157,7 @@ async def test_an_owner_leaves_an_allocator_that_lacks_a_feature(
             await client.session("pool", RELYING, transport=transport).open()
         assert caught.value.reason is Reason.VERSION
         async with client.session("pool", PLAIN, transport=transport):
-            pass  # This session relies on no feature.
+            pass  # This session relies on no feature, so the owner can attach.
 
 
 def test_the_blocking_client_leaves_too(server: ScriptedServer) -> None:

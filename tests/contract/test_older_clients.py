@@ -23,10 +23,10 @@ from tests.allocator.service.harness import d
 from tests.client.servers import allocator_process, scripted_server, two_samples
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMIT = "3dffd848f7529f751ff204559e0be8d5495d793d"  # the last commit before the contract changed
+COMMIT = "3dffd848f7529f751ff204559e0be8d5495d793d"  # the last commit before version 3 of the contract
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 
-# Makes each call of the allocator, and prints a line of JSON for each: its answer, or the text of its error.
+# This program makes each call of the allocator. Each call prints a line of JSON with its answer or its error's text.
 READER_AND_OWNER = """
 import json, sys
 import grpc

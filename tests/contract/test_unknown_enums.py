@@ -150,7 +150,7 @@ def test_an_unknown_result_of_an_operation_changes_nothing_and_is_told_once(fiel
     }[column]()
     assert not result
     assert (str(result), result.is_known) == ("UNKNOWN_99", False)
-    # The session continues: no disagreement, no report, and the step is not sent again.
+    # The session continues. The owner notes no disagreement, sends no further report, and does not send the step again.
     assert (owner.phase, owner.disagreement_count, owner.report_count) == (Phase.OPEN, 0, 1)
     assert (owner.last_step, owner.unanswered_count) == (2, 0)
     assert owner.ledger.digest() == before
@@ -236,7 +236,7 @@ def test_an_answer_with_an_unknown_value_has_a_meaning(server: ScriptedServer, f
 
 
 def test_an_error_with_an_unknown_reason_keeps_its_code(server: ScriptedServer) -> None:
-    """Reasons travel by name, so a client can receive one that it does not know."""
+    """Reasons travel by name, so a client can receive a reason that it does not know."""
 
     def fail(_request: Any, context: grpc.ServicerContext) -> Any:
         status = status_pb2.Status(code=code_pb2.NOT_FOUND, message="gone")

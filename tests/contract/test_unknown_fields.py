@@ -1,4 +1,4 @@
-"""Receivers ignore unknown fields. A proxy adds one to every message, in both directions."""
+"""Receivers ignore unknown fields. A proxy adds an unknown field to every message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.v1 import worker_pb2 as worker_pb
 from tests.allocator.service.harness import RunningAllocator, d, running_allocator, spec
 from tests.client.servers import ScriptedServer, scripted_server, two_samples
 
-UNKNOWN_FIELD = b"\xa2\xfa\x01\x03new"  # field 4004: text
+UNKNOWN_FIELD = b"\xa2\xfa\x01\x03new"  # field 4004 with the text "new"
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 ALLOCATOR = "quire.v1.AllocatorService"
 

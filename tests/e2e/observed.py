@@ -149,7 +149,8 @@ def configuration(jobs: dict[str, list[str]], certificate: Path) -> str:
         if scheme == "https":
             scrapes[-1]["tls_config"] = {"ca_file": str(certificate)}
     jobs_of_one: dict[str, dict[str, Any]] = {}
-    for scrape in scrapes:  # Jobs are merged by name. The dead gateway's job differs in its scheme.
+    # Each scheme needs a job of its own. `-tls` is cut off here, so both jobs get the same label.
+    for scrape in scrapes:
         scrape["relabel_configs"] = [{"target_label": "job", "replacement": scrape["job_name"].removesuffix("-tls")}]
         jobs_of_one[scrape["job_name"]] = scrape
     times = {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s", "evaluation_interval": "2s"}
@@ -188,7 +189,7 @@ def scraping(folder: Path, text: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def observed(folder: Path) -> Iterator[Scene]:
-    """Starts everything, kills a gateway and an allocator, and yields once Prometheus has scraped all of it."""
+    """Starts everything, kills a gateway and an allocator, and yields once Prometheus has scraped all processes."""
     hybrid = write_with_states("Qwen3Next", folder / "model")
     secrets = {"keys": KEYS, "token": TOKEN}
     for name, text in secrets.items():

@@ -37,7 +37,7 @@ class Seen:
         return self.span.status.code == Status.STATUS_CODE_ERROR
 
     def is_inside(self, other: Seen) -> bool:
-        """Returns whether the other span is this one's parent, and lasted at least as long."""
+        """Returns whether the other span is this span's parent, and lasted at least as long."""
         is_child = self.span.parent_span_id == other.span.span_id and self.trace_id == other.trace_id
         return is_child and self.span.end_time_unix_nano <= other.span.end_time_unix_nano
 
@@ -48,7 +48,7 @@ class Collector(pb_grpc.TraceServiceServicer):
 
     spans: list[Seen] = field(default_factory=list)
     address: str = ""
-    stalls: threading.Event | None = None  # if set, no call is answered before this event
+    stalls: threading.Event | None = None  # if set, the collector answers no call before this event
 
     def Export(self, request: pb.ExportTraceServiceRequest, _context: object) -> pb.ExportTraceServiceResponse:
         if self.stalls is not None:
@@ -64,7 +64,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         return f"http://{self.address}"
 
     def named(self, name: str, request_id: str | None = None) -> list[Seen]:
-        """Returns the spans with a name, or those of one request."""
+        """Returns the spans with a name, or the spans of one request."""
         found = [seen for seen in list(self.spans) if seen.name == name]
         return [seen for seen in found if request_id in (None, seen.attributes.get("quire.request.id"))]
 

@@ -14,7 +14,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def eventually(holds: Callable[[], bool], what: str, *, within_s: float = 20.0) -> None:
-    """Calls `holds` again and again until it returns true. It should take a moment, as a call to a server does."""
+    """Calls `holds` again and again until it returns true. `holds` should take a moment, as a call does."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, f"after {within_s} s still not so: {what}"

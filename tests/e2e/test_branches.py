@@ -34,7 +34,7 @@ def test_branches_share_a_document_and_answer_as_if_each_had_been_asked_alone(st
             assert answer.usage.cached_token_count == answer.usage.prompt_token_count - 1
             assert left.token_count == answer.usage.prompt_token_count + 12
             scores = root.score(["The while statement", " is", [5, 6, 7]])
-            # The worker frees scored forks with its next step. The caller may look before that step.
+            # The worker frees scored forks with its next step, and this test may look before that step.
             eventually(lambda: allocator.get_pool("default").sequence_count == 3, "nothing is left of what was scored")
             seen = allocator.get_pool_blocks("default")
             assert {info.namespace for info in seen.sequences} == {"tenant"}
@@ -92,7 +92,7 @@ def test_branches_live_through_a_worker_that_stands_still_for_longer_than_their_
             worker.process.send_signal(signal.SIGSTOP)
             time.sleep(2.0)
             worker.process.send_signal(signal.SIGCONT)
-            time.sleep(0.5)  # By now the worker's expiry timer has run.
+            time.sleep(0.5)  # After this sleep, the worker's expiry timer has run.
             assert root.generate(max_tokens=2, ignore_eos=True).usage.output_token_count == 2
 
 

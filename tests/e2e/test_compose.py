@@ -29,14 +29,14 @@ from tests.e2e.composed import ROOT, Deployment, eventually
 
 LASTING_SERVICES = ("allocator", "worker", "worker2", "gateway", "prometheus", "alertmanager", "grafana")
 PROFILED_SERVICES = ("vllm",)
-# Grafana's values: each selecting variable matches everything, and the shortest range covers four scrapes.
+# Values for Grafana's variables. `$pool` and `$worker` match everything. The shortest range covers four scrapes.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9
-# Up to here the two best tokens differ by at least 0.002. Later, two tokens tie within rounding, so a recomputation may
-# swap them.
+# In the text's first 1,400 tokens, the two best candidates always differ by at least 0.002. Later, two candidates tie
+# within rounding, so a recomputation may swap them.
 CLEAR_TOKENS = 1400
-# The first build downloads torch; everything after it takes seconds.
+# The first build downloads torch. All later steps take seconds.
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 
@@ -48,7 +48,7 @@ def docker_compose_answers() -> bool:
 
 
 def free_ports(names: tuple[str, ...]) -> dict[str, int]:
-    """Returns a free port for each name. All are bound at once, so no two are the same."""
+    """Returns a free port for each name. All ports are bound at once, so no two ports are the same."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
     ports = {name: listener.getsockname()[1] for name, listener in zip(names, sockets, strict=True)}
     for listener in sockets:
@@ -77,7 +77,7 @@ def generate(deployment: Deployment, prompt: str) -> str:
 
 
 def is_connected(deployment: Deployment) -> bool:
-    """Returns whether the worker has its session. Its health may still be from before the allocator stopped."""
+    """Returns whether the worker has its session. The reported health may be older than the stop."""
     with contextlib.suppress(AssertionError):  # `quire status` fails if a service does not serve.
         return ", connected" in deployment.execute("worker", "quire", "status")
     return False
@@ -212,9 +212,10 @@ def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(
     empty: list[str] = []
 
     def nothing_is_empty() -> bool:
-        generate(deployment, "The import statement")  # Rates and ratios need requests within the last seconds.
+        generate(deployment, "The import statement")  # Rates and ratios need recent requests.
         ask(deployment)
-        deployment.operate("pool", "list")  # The worker's own call, its session, never ends, so it is not counted.
+        # Only ended calls are counted. The worker's session is a call that never ends, so another call is needed.
+        deployment.operate("pool", "list")
         empty[:] = empty_queries(deployment, board)
         return not empty
 

@@ -24,7 +24,8 @@ from tests.e2e.stack import DEMO, eventually, server
 from tests.faults.scene import Proxy
 from tests.gateway.scene import client, gateway
 
-PROMPT = [*range(100, 260)]  # ten blocks; as tokens, so that no worker is needed to split it
+# Ten blocks. The prompt is a list of tokens, so no worker has to tokenize it.
+PROMPT = [*range(100, 260)]
 WITHIN_S = 60.0
 pytestmark = pytest.mark.timeout(300)  # Each test starts five processes or more.
 ROUTES = "quire_gateway_routes_total"
@@ -44,7 +45,7 @@ class Fleet(NamedTuple):
         return asked.create(model="demo", prompt=prompt, max_tokens=4, temperature=0)
 
     def samples(self, name: str, label: str) -> list[float]:
-        """Returns a sample of each gateway; 0 where there is none."""
+        """Returns each gateway's sample of a metric; 0 where the gateway has none."""
         found = (samples_of(f"http://{each.address}/metrics") for each in self.gateways)
         return [each.get(f"{name}{label}", 0.0) for each in found]
 
@@ -101,7 +102,8 @@ def test_two_gateways_route_as_one_and_another_worker_answers_for_a_killed_one(t
             assert here.ready(pool) == [1, 1]
         first = here.ask(0, PROMPT)
         pool, other = sorted(here.workers, key=here.sent_to, reverse=True)
-        for number in range(4):  # Both gateways send the prompt where the first gateway sent the prefix.
+        # Both gateways send the prompt to the worker that got the prefix from the first gateway.
+        for number in range(4):
             answer = here.ask(number % 2, [*PROMPT, 300 + number])
             assert answer.usage.prompt_tokens_details.cached_tokens == len(PROMPT)
         assert (here.sent_to(pool), here.sent_to(other)) == (5, 0)

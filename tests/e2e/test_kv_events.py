@@ -75,7 +75,8 @@ async def test_dynamos_router_knows_what_a_worker_has_cached(tmp_path: Path) -> 
             await asyncio.sleep(0.02)
 
     with publishing(tmp_path) as (client, address, replay):
-        await asyncio.to_thread(client.generate, PROMPT, max_tokens=1)  # Dynamo has to ask for these events again
+        # Dynamo subscribes only after these events, so Dynamo has to ask for a replay.
+        await asyncio.to_thread(client.generate, PROMPT, max_tokens=1)
         await router.upsert_worker(
             {
                 "worker_id": 1,
@@ -88,7 +89,8 @@ async def test_dynamos_router_knows_what_a_worker_has_cached(tmp_path: Path) -> 
         )
         fork = PROMPT[:48] + list(range(600, 640))
         number = 0
-        while not await cached_block_count(PROMPT):  # each prompt brings a message, once the subscription has arrived
+        # Each prompt causes a message, but Dynamo gets messages only after its subscription has arrived.
+        while not await cached_block_count(PROMPT):
             number += 1
             await asyncio.to_thread(client.generate, [*fork, number], max_tokens=1)
         await until(fork, 5)
@@ -97,5 +99,5 @@ async def test_dynamos_router_knows_what_a_worker_has_cached(tmp_path: Path) -> 
         await asyncio.to_thread(client.generate, OTHER, max_tokens=1)
         await until(OTHER, 18)
         await until(PROMPT, below=5)
-    await until(OTHER, below=1)  # the worker's last message
+    await until(OTHER, below=1)  # The stopped worker's last message clears all blocks.
     router.shutdown()

@@ -28,7 +28,7 @@ from tests.test_dashboards import PATHS, board_at, panels_of
 VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "15s"}
 RED = "red"
 AWAY: set[WaitReason | None] = {WaitReason.ALLOCATOR, WaitReason.NO_SESSION}
-# Queries that may be empty in this test, by panel title.
+# Title of a panel whose query may be empty in this test -> the reason.
 EMPTY: dict[str, str] = {}
 pytestmark = [
     pytest.mark.dashboards,

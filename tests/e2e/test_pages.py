@@ -35,7 +35,7 @@ HOSTS: Final = (
 )
 START_S: Final = 100.0
 
-# for each page: placeholders of its commands, and this test's values for them
+# Page -> placeholders in the page's commands, each with this test's value.
 WORDS: Final[dict[str, dict[str, str]]] = {
     "docs/models.md": {"NAME=FOLDER ...": "first=adapter --model models/demo --adapter-folder .", "FOLDER": "adapter"},
     "docs/gateway.md": {"b:7071": "127.0.0.1:7072"},
@@ -43,7 +43,7 @@ WORDS: Final[dict[str, dict[str, str]]] = {
     "docs/security.md": {"allocator.internal": "localhost", "worker-1.internal": "localhost"},
     "docs/speculation.md": {"MODEL": "models/demo", "SMALLER": "models/demo"},
 }
-# for each page: names defined before its code, and conditions after it
+# Page -> code that runs before the page's code, and code that checks the result.
 AROUND: Final[dict[str, tuple[str, str]]] = {
     "docs/beams.md": (
         "from quire import Client\nclient = Client()",
@@ -159,7 +159,7 @@ class Reader:
             if option not in arguments:
                 arguments += [option, "127.0.0.1:0"]
         if name == "worker" and "--pool" not in arguments:
-            arguments += ["--pool", f"page-{self._servers}"]  # The stack's worker has the default pool.
+            arguments += ["--pool", f"page-{self._servers}"]  # The stack's worker has the pool `default`.
         for option in options:
             place = arguments.index(option) + 1
             arguments[place] = re.sub(r"\d+$", "0", arguments[place])
@@ -183,7 +183,7 @@ class Reader:
         self.ports[SERVERS[name]] = at["address"].rpartition(":")[2]
 
     def serve_second_worker(self) -> None:
-        """Starts a worker with a pool of its own, printed as `b:7071`; the first one stays where it is."""
+        """Starts a worker with a pool of its own, printed as `b:7071`. The first worker keeps its port."""
         first = self.ports["7071"]
         self._serve("worker", ["--model", "models/demo", "--pool", "b"])
         self.ports["7072"], self.ports["7071"] = self.ports["7071"], first
@@ -192,7 +192,7 @@ class Reader:
         """Begins a request that runs until it is canceled or the page ends, and waits until it runs."""
         address = f"127.0.0.1:{self.ports['7071']}"
         code = "import sys, quire\nwith quire.Client(sys.argv[1]) as client:\n    client.generate("
-        # One text would be at the end of the model's context within seconds.
+        # A single text would reach the end of the model's context within seconds, so the request has 64 texts.
         code += "'The for statement', n=64, temperature=1.0, max_tokens=4_000, ignore_eos=True, "
         code += "request_id=sys.argv[2], timeout_s=300)"
         asking = subprocess.Popen(
@@ -219,7 +219,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _knows_extras(what: str) -> None:
-    """Checks that a distribution has the extras; `make release` installs it with each."""
+    """Checks that a distribution has the extras. `make release` installs the distribution with each extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.fullmatch(r"\.(?:\[(.*)\])?", what)
     assert named is not None, what

@@ -80,7 +80,8 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
             with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
                 pieces += [chunk.text for chunk in stream]
                 assert "".join(pieces) == undisturbed
-                with Allocator(first.address) as allocator:  # The text may end before the worker has attached again.
+                # The text may end before the worker has attached again, so the checks below wait.
+                with Allocator(first.address) as allocator:
                     eventually(lambda: len(allocator.list_pools()) == 1, "the worker has attached again")
                     eventually(lambda: held_block_count(allocator) == 0, "every block is free")
     log = (tmp_path / "worker" / "log").read_text()

@@ -67,8 +67,8 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# The document leaves the KV pages and the model to its reader. Here pages are lists, and the model hashes their
-# contents.
+# The document leaves the KV pages and the model to its reader. Here KV pages are lists, and the model hashes the
+# contents of pages.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))
@@ -120,7 +120,7 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
     paths = {span for span in spans if (ROOT / span).exists()}
     words = {"fork", "extend", "generate", "score", "best_of", "cli", "allocator", "worker", "gateway", "transformers"}
     by_make = {span for span in spans if re.search(r"(^|=\.\.\. )make [a-z-]+$", span)}
-    under_vllm = "vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler"  # run by `make test-vllm`
+    under_vllm = "vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler"  # `make test-vllm` runs this command.
     elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # `--device cuda` needs a GPU.
     here: dict[str, Callable[[], object]] = {
         "pip install .": lambda: installed(tmp_path / "installed"),
@@ -224,12 +224,12 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
     assert {*commands(), "make up", "make down", "pip install .", "quire-allocator --cpu 3"} <= set(first_hour())
 
 
-@pytest.mark.timeout(600)  # It runs every command of the page, one after another.
+@pytest.mark.timeout(600)  # The test runs every command of the page, one after another.
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    # `sys.executable` replaces the activation, and `make test-compose` runs the compose line.
+    # Two lines run elsewhere: `sys.executable` replaces the activation, and `make test-compose` runs the compose line.
     elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
-    # A test above runs two of these.
+    # A test above runs two of these three commands.
     elsewhere |= {"git clone ... quire && cd quire", "pip install .", "quire-allocator --cpu 3"}
     by_make = [line for line in first_hour() if line.startswith("make ")]
     assert {line.split()[1] for line in by_make} <= targets
@@ -247,7 +247,7 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
             said = ""
             while not said.endswith("Ctrl-C stops all.\n"):
                 line = stack.stderr.readline()
-                assert line, said  # It ended.
+                assert line, said  # An empty line means that `quire up` has ended.
                 said += line
             allocator, worker = (
                 re.findall(rf"{name} serves on (\S+?);?[\s]", said)[0] for name in ("allocator", "worker")

@@ -32,7 +32,7 @@ def test_a_worker_registers_measures_its_rate_and_says_that_it_drains() -> None:
             next(iter(answer))
             stack.worker.process.send_signal(signal.SIGTERM)
             eventually(lambda: worker_of(pools).draining, "it says that it drains", within_s=60)
-            with pytest.raises(NotFoundError):  # Route no longer chooses this worker.
+            with pytest.raises(NotFoundError):  # `route` no longer chooses this worker.
                 pools.route("demo", b"", 1)
         eventually(lambda: not pools.list_pools(), "it has left", within_s=60)
 

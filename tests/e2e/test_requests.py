@@ -24,7 +24,7 @@ PROMPTS = ["The for statement", "Return the", "A", "If the expression is true, "
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    # Each token comes in its own message, so that counting messages counts tokens.
+    # Each message has one token, so that the number of messages is the number of tokens.
     with started("--stream-interval-ms", "0") as running:
         yield running
 
@@ -156,7 +156,8 @@ def test_a_length_that_was_cut_is_said_in_the_answer(worker: Client) -> None:
 
 
 def test_32_identical_prompts_at_once_cost_one_prefill(worker: Client) -> None:
-    prompt = list(range(100, 420))  # 20 blocks; each request computes the last block for its last token
+    # 20 blocks. Each request computes at least the last token, so the last block is never a hit.
+    prompt = list(range(100, 420))
     before = worker.status()
     with ThreadPoolExecutor(32) as threads:
         outputs = list(threads.map(lambda _: worker.generate(prompt, max_tokens=4, ignore_eos=True), range(32)))
@@ -179,7 +180,7 @@ def test_pieces_come_as_far_apart_as_a_stream_asks_and_hold_the_same_text(worker
     prompt, options = "for name in names:", {"max_tokens": 64, "ignore_eos": True, "temperature": 0.0}
     with worker.stream(prompt, interval_s=60, **options) as chunks:
         patient = list(chunks)
-    # The first piece has one token; the last has all others.
+    # The first piece has one token, and the last piece has all other tokens.
     assert [bool(piece.token_ids) for piece in patient].count(True) == 2
     whole = worker.generate(prompt, **options)
     assert "".join(piece.text for piece in patient) == whole.samples[0].text

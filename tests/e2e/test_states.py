@@ -58,7 +58,8 @@ def test_a_hybrid_outlives_its_allocator_and_later_prompts_begin_from_its_checkp
                 assert written[: len(wanted)] == wanted
                 assert len(written) == TOKENS
                 eventually(lambda: allocator.get_pool("default").connected, "the worker has attached again")
-                again = client.generate(prompts[2], max_tokens=20, n=2)  # The worker reported its checkpoint.
+                # The worker reported this prompt's checkpoint to the new allocator.
+                again = client.generate(prompts[2], max_tokens=20, n=2)
                 assert [sample.token_ids for sample in again.samples] == [expected(prompts[2], 20)] * 2
                 assert again.usage.cached_token_count == (len(both[1]) - 1) // 16 * 16
             status = client.status()

@@ -1,4 +1,4 @@
-"""Runs `--tensor-parallel 2` as users do, in real processes; kills one, and checks that the rest of the crew ends."""
+"""Runs `--tensor-parallel 2` as users do, in real processes. Kills one rank, and checks that the other rank ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.e2e.stack import DEMO, eventually, server
 
 GREEDY: Any = {"max_tokens": 300, "ignore_eos": True}
 PROMPT = "The import statement"
-LIMIT_S = 20.0  # limit for a crew to end; it takes a second or two on an idle machine
+LIMIT_S = 20.0  # limit for the end of a crew; an idle machine needs a second or two
 
 
 @pytest.fixture(scope="module")

@@ -206,5 +206,5 @@ def test_a_dead_collector_delays_no_answer_and_no_stop(kind: str, tmp_path: Path
     for file in tmp_path.iterdir():
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert "stopped" in [line["event"] for line in lines], file.name
-        # The exporter's own lines do not repeat for each span.
+        # The exporter does not log its failure once for each span.
         assert sum("opentelemetry" in line.get("logger", "") for line in lines) < 40

@@ -40,7 +40,7 @@ from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
 UNARY = ("OpenSession", "Apply", "DropCache", "CloseSession")
-INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # intervals: in accepted requests, and in messages
+INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # intervals of checks, in accepted requests and in messages
 
 
 class ViolationError(AssertionError):
@@ -98,10 +98,10 @@ class Episode:
     # -- kinds of rounds -----------------------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """Sends one malformed message, or one exchange that contains one."""
+        """Sends one malformed message, or one exchange that contains a malformed message."""
         self.clock.now += self.chance.random() * 0.02
         for owner in self.directory._owners.values():
-            owner.lease_end = self.clock.now + 10.0  # no lease expires by accident
+            owner.lease_end = self.clock.now + 10.0  # extends each lease, so that no lease expires by accident
         rounds = (self._bad_step, self._bad_step, self._bad_unary, self._bad_unary, self._bad_reading)
         self.chance.choice((*rounds, self._bad_message, self._bad_attach, self._bad_report))()
         if self.chance.random() < 0.05 and not self.is_worn_out:
@@ -136,7 +136,7 @@ class Episode:
         crowd = [SessionMachine(self.sessions) for _ in range(limits.REPORTS_MAX + 4)]
         for place, machine in enumerate(crowd):
             attach = self._attach_message(f"crowd-{place}")
-            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # 0: no wait
+            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # 0: nothing to report
             if self._receive(machine, packed.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
                 self._receive(machine, chunk, "Session: report", attach.pool)
         for machine in crowd:
@@ -277,7 +277,7 @@ class Episode:
         if bad is None:
             return
         if isinstance(bad, packed.Step) and bad.number and self.chance.random() < 0.1:
-            bad.number -= 1  # the last step's number with other content
+            bad.number -= 1  # the previous step's number, but other content
         answer = self._call(method, bad)
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]
             self.sessions.drop(self.directory.pool(bad.pool))  # type: ignore[attr-defined]
@@ -371,7 +371,7 @@ class Episode:
         """Attaches the owner again after its stream has ended, and checks that everything is as before."""
         self.machine.close()
         owner = self.owner
-        if max(epoch, owner.epoch) >= (1 << 64) - 2:  # no higher epoch exists: the lease must end
+        if max(epoch, owner.epoch) >= (1 << 64) - 2:  # No higher epoch exists, so only a new owner can attach.
             self.sessions.drop(self.directory._owners["pool"])
             self.owner, self.machine = self._attached("pool")
             self._state = self._look()

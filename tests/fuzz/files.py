@@ -49,9 +49,10 @@ FILES = {
     "shards": ("model.safetensors.index.json",),
     "configuration": ("config.json",),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
-    "model": ("config.json", "generation_config.json", "model.safetensors"),  # all files; reading them takes a second
+    # These are all files of a model. Reading all of them takes a second.
+    "model": ("config.json", "generation_config.json", "model.safetensors"),
 }
-WEIGHTS = (30, 15, 10, 20, 20, 5)  # how often each of FILES is chosen
+WEIGHTS = (30, 15, 10, 20, 20, 5)  # relative frequencies of the kinds in FILES
 
 
 class ViolationError(AssertionError):
@@ -169,7 +170,8 @@ def bounded(what: str) -> Iterator[None]:
 
     def end(*_: object) -> None:
         nonlocal is_over
-        is_over = True  # The reader may catch the error below as one of its library's.
+        # The reader may mistake the error below for an error of its library and catch it.
+        is_over = True
         raise ViolationError(f"{what}: more than {CPU_S:g} s")
 
     before = signal.signal(signal.SIGVTALRM, end)
@@ -196,7 +198,7 @@ def run(count: int, seed: int) -> int:
     seen, failed, first, started_s = Counter[str](), list[int](), seed, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = FuzzedFiles(Path(folder))
-        # With this limit, a reader that requests all memory gets an error, and the machine survives.
+        # With this limit, a reader that requests all memory gets an error instead of exhausting the machine.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GROWTH_BYTES,) * 2)
         while seed - first < count and len(failed) < FAILURES_MAX:

@@ -105,7 +105,7 @@ class FuzzedGateway:
                 while data := await reader.read(65_536):
                     found += data
                 return found
-        except ConnectionError:  # The answers received so far count.
+        except ConnectionError:  # The answers before this error count.
             return found
         except TimeoutError:
             raise ViolationError(f"the connection did not end within {LIMIT_S:g} s") from None

@@ -69,7 +69,7 @@ class Sent:
 
 
 def value_of(dice: random.Random, schema: Any, schemas: dict[str, Any], depth: int = 0) -> object:
-    """Returns a value that matches a schema, or now and then one that does not."""
+    """Returns a value that matches a schema, or now and then a value that does not match."""
     if dice.random() < 0.15 or depth > 5:
         return dice.choice(EDGES)
     if "$ref" in schema:
@@ -154,7 +154,7 @@ def changed(dice: random.Random, data: bytes) -> bytes:
 
 
 def connection_of(dice: random.Random, described: dict[str, Any], serial: int) -> Sent:
-    """Makes one to four requests of one connection. The first ones may hide others in their bodies."""
+    """Makes one to four requests of one connection. The first requests may hide further requests in their bodies."""
     data, ids, hidden = b"", list[str](), list[str]()
     count = dice.randrange(1, 5)
     for number in range(count):

@@ -43,7 +43,7 @@ class Malformer:
 
     Attributes:
         words: bytes that mean something to the receiver, such as session ids and digests.
-        names: texts that mean something to the receiver; `numbers`: numbers that do.
+        names, numbers: texts and numbers that mean something to the receiver.
     """
 
     def __init__(self, chance: random.Random) -> None:

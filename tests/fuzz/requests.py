@@ -24,7 +24,7 @@ class Plausible:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        # Every sequence has the same text, so each place has one digest of all tokens before it.
+        # All sequences have the same text, so every sequence has the same digest at a position.
         self.digests = [hashlib.sha256(str(place).encode()).digest() for place in range(PLACES)]
         self.used_id, self._next_id = "", "request"
 
@@ -63,7 +63,8 @@ class Plausible:
         if method == "CloseSession":
             return pb.CloseSessionRequest(session_id=owner.session_id)
         step = packed.Step(session_id=owner.session_id)
-        if self.chance.random() < 0.9:  # A step without a number renews the lease.
+        # One step in ten stays without a number. Such a step only renews the lease.
+        if self.chance.random() < 0.9:
             step.number = owner.steps.next_step
             self._operation(owner.pool).fill(step)
         return step
@@ -95,7 +96,7 @@ class Plausible:
         return kinds[method](pool="pool") if method in kinds else pb.ListPoolsRequest()
 
     def _request_id(self) -> str:
-        """Returns an id that no other request has by accident. A test may repeat the previous one on purpose."""
+        """Returns an id that no other request has by accident. A test may repeat the previous id on purpose."""
         self.used_id, self._next_id = self._next_id, f"request {self.chance.getrandbits(48):x}"
         return self.used_id
 

@@ -9,8 +9,8 @@ from quire.errors import Reason
 from tests.fuzz.allocator import Episode, Seen
 
 MESSAGES_PER_EPISODE = 500
-# Reasons that the allocator's machines and handlers give. Only the worker, the transport and watches give all other
-# reasons.
+# Reasons that the allocator's machines and handlers give. Other reasons come only from the worker, the transport and
+# watches.
 REASONS = frozenset(
     {
         Reason.MALFORMED,
@@ -33,7 +33,7 @@ REASONS = frozenset(
 
 
 def run_episode(seed: int, seen: Seen, messages: int = MESSAGES_PER_EPISODE) -> None:
-    """Runs one episode, which follows from its seed.
+    """Runs one episode. The seed determines all of it.
 
     Raises:
         Exception: a rule was violated, or the allocator raised something else than a `Refusal`.

@@ -36,7 +36,8 @@ from tests.gateway.scene import DEMO
 
 TIMEOUT_S = 1.0  # the gateway's timeout for a request
 LIMIT_S = TIMEOUT_S + 2.0
-MADE = {  # requests that make an existing id for a path
+# Beginning of a path -> the request that creates an object whose id fits into the path.
+MADE = {
     "/v1/branches/": ("/v1/branches", {"prompt": "A for statement", "ttl_s": 5}),
     "/v1/responses/": ("/v1/responses", {"input": "A for statement", "max_output_tokens": 2}),
 }
@@ -106,7 +107,8 @@ def run(fuzzed: Fuzzed, count: int, seed: int) -> int:
             try:
                 fuzzed.run(operation, mode, each, seed)
             except hypothesis.errors.Unsatisfiable:
-                continue  # An operation without parameters takes no invalid request.
+                # hypothesis finds no invalid request for an operation without parameters.
+                continue
             except Exception:
                 failed.append(f"{operation.label} ({mode.value})")
                 traceback.print_exc()

@@ -11,12 +11,12 @@ EDGES: tuple[object, ...] = (
     *("", "a", "\x00", "\ud800", "\x1b[31m", "../../etc/passwd", "F32", "I4", "LORA", "auto", "x" * 5_000),
     *(None, True, False, [], {}, [[]], [None], {"": ""}, [0, 2**63], [1] * 2_000, ["a"] * 2_000),
 )
-SCALES = (0, -1, 2, 3, 1_000, 10**6, 10**12)  # factors for numbers
-LENGTH_BYTES = 8  # the length field before the header of a safetensors file
+SCALES = (0, -1, 2, 3, 1_000, 10**6, 10**12)  # A number in JSON is multiplied by one of these factors.
+LENGTH_BYTES = 8  # bytes of the field before a safetensors header that has the header's length
 
 
 def spoil(dice: random.Random, name: str, data: bytes) -> bytes:
-    """Returns a damaged copy of a file's bytes; now and then an intact one."""
+    """Returns a damaged copy of a file's bytes; now and then an intact copy."""
     if dice.random() < 0.3:
         return spoil_bytes(dice, data)
     if name.endswith(".safetensors"):
@@ -47,7 +47,8 @@ def spoil_header(dice: random.Random, data: bytes) -> bytes:
     if dice.random() < 0.2:
         length = dice.choice((0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1))
         return length.to_bytes(LENGTH_BYTES, "little") + header + rest
-    if dice.random() < 0.3:  # NaN, infinity and the largest float32
+    # Overwrites one number with NaN, infinity or the largest float32.
+    if dice.random() < 0.3:
         at = dice.randrange(0, len(rest) - 4, 4)
         values = (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f")
         rest = rest[:at] + dice.choice(values) + rest[at + 4 :]

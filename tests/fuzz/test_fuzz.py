@@ -22,7 +22,7 @@ from tests.fuzz.run import REASONS, run_episode
 
 
 def test_nothing_is_changed_by_what_is_refused_and_every_reason_is_seen() -> None:
-    seen, wanted = Seen(), REASONS - {"FENCED", "TOO_LARGE"}  # These two need thousands of messages.
+    seen, wanted = Seen(), REASONS - {"FENCED", "TOO_LARGE"}  # These two reasons need thousands of messages.
     for seed in range(1, 21):
         run_episode(seed, seen, messages=300)
         if seed >= 5 and wanted <= set(seen.answers):
@@ -59,7 +59,7 @@ def late(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def too_late(_column: object) -> None:
-    raise Refusal("TOO_LARGE", "the answer is too long")  # the operation itself has finished
+    raise Refusal("TOO_LARGE", "the answer is too long")  # a planted bug: the step has already been applied
 
 
 def forgetful(self: StagedReport, *_: Any) -> None:

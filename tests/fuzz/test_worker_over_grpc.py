@@ -90,7 +90,7 @@ class Scene:
     service: WorkerService
 
     def end_branches(self) -> None:
-        """Ends all branches as if they had expired, because some malformed ones would last for an hour."""
+        """Ends all branches as if they had expired, because some malformed calls make branches that last an hour."""
         branches, loop = self.service._branches, self.harness._task.get_loop()
         for branch in list(branches._branches.values()):
             branch.expires_s = 0.0
@@ -136,7 +136,7 @@ def test_a_malformed_call_on_a_branch_is_refused_with_a_reason_or_served(
 ) -> None:
     malformer, right = Malformer(chance), type(RIGHT_OF_BRANCHES[method])()
     right.CopyFrom(RIGHT_OF_BRANCHES[method])
-    if hasattr(right, "branch_id"):  # The call names an existing branch.
+    if hasattr(right, "branch_id"):  # This call needs the id of an existing branch.
         prefill = scene.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")
         found = pb.PrefillResponse.FromString(prefill(RIGHT_OF_BRANCHES["Prefill"].SerializeToString()))
         right.branch_id = found.branch_id
@@ -199,7 +199,8 @@ def test_after_all_that_the_worker_gives_the_right_text_and_holds_nothing(scene:
         scene.end_branches()
         while client.status().running_count or client.status().waiting_count:
             pass  # Abandoned requests are still ending.
-        client.generate("The", max_tokens=1)  # After this request's step the worker holds no blocks.
+        # The step of this request also frees the last blocks of the requests above.
+        client.generate("The", max_tokens=1)
     pool = scene.harness.allocator.directory.pool("test").pool
     while pool.sequences:
         pass

@@ -56,7 +56,7 @@ def ask(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
 
 
 def listen(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
-    """Makes a call with a stream of answers, and reads the first one; returns the error of its refusal, or None."""
+    """Makes a call with a stream of answers, and reads the first answer; returns the error of its refusal, or None."""
     call = channel.unary_stream(path, request_serializer=None, response_deserializer=None)(data, timeout=TIMEOUT_S)
     error = _judged(lambda: next(call, None))
     call.cancel()

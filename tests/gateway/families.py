@@ -129,7 +129,7 @@ FAMILIES: Final = {
     ),
     "mistral": Family(_MISTRAL, ["[INST]", "[/INST]", "[TOOL_CALLS]"], [], "mistral"),
     "mistral_v11": Family(_MISTRAL_V11, ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"], [], "mistral_v11"),
-    "deepseek_v3": Family(  # This template writes arguments as plain text.
+    "deepseek_v3": Family(  # This family's template writes a call's arguments as plain text.
         _deepseek(
             "function<｜tool▁sep｜>{{ call.function.name }}\n```json\n{{ '' + call.function.arguments }}\n```", ""
         ),

@@ -19,7 +19,7 @@ from quire_gateway.responses.bodies import ResponseBody
 
 ENDPOINTS: Final = ("chats", "completions", "responses")
 PROMPT: Final = "A for statement iterates over the items of a sequence, in the order that they appear. The for"
-# Renders every option that a caller can pass, so that each one changes the number of prompt tokens.
+# The template renders every option that a caller can pass, so that each option changes the number of prompt tokens.
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message.content }}\n\n{% endfor %}{{ reasoning_effort | default('') }}"
     "{{ shout | default('') }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
@@ -96,7 +96,7 @@ _EDGE: Final = {"logit_bias": {"0": 100}}  # Token 0 ends the text at once.
 # These values do not depend on the greedy answer.
 _FIXED: Final = {
     "tools": Tried(TOOLS, {"tool_choice": "none"}),
-    "tool_choice": Tried("required", {"tools": TOOLS}),  # TOOLS in the endpoint's form
+    "tool_choice": Tried("required", {"tools": TOOLS}),  # `TOOLS` stands for the tools in the endpoint's form
     "parallel_tool_calls": Tried(False, {"tools": TOOLS, "tool_choice": "required"}),
     "reasoning_effort": Tried("low"),
     "reasoning": Tried({"effort": "low"}),

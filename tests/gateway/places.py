@@ -1,4 +1,4 @@
-"""Lists places inside parameters, with a value at each and a request without it."""
+"""Lists places inside parameters, with a value for each place and a request without this value."""
 
 from __future__ import annotations
 

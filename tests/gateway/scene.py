@@ -81,7 +81,7 @@ def curl(process: ServerProcess, path: str, *arguments: str, body: object = None
 
 
 def events(body: bytes) -> list[Any]:
-    """Returns the events of a stream. Checks that the last one ends it."""
+    """Returns the events of a stream. Checks that the last event ends the stream."""
     blocks = body.decode().split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""]
     assert all(block.startswith("data: ") for block in blocks[:-1])

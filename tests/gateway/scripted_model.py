@@ -1,7 +1,7 @@
-"""A worker with a model that answers as the conversation tells it. Everything else is a real worker's.
+"""A worker with a scripted model: the conversation says what the model answers. Everything else is a real worker's.
 
-The user's last message ends with a JSON array: the text of the model's first turn after it, of the second, and so on. A
-tiny model would never write a tool call by itself. Template, tokens and gateway are real.
+The user's last message ends with a JSON array: the texts of the model's first, second and later turns after this
+message. A tiny model would never write a tool call by itself. Template, tokens and gateway are real.
 """
 
 from __future__ import annotations

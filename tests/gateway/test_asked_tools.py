@@ -1,4 +1,4 @@
-"""Tests the tools of a chat: which ones the model may call, and which ones are refused by name."""
+"""Tests the tools of a chat: which tools the model may call, and which tools are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tool(**fields: Any) -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type", "unsupported_parameter"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", None),
         (
-            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [TOOL]}},  # as in Responses
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [TOOL]}},  # the form of `/v1/responses`
             "tool_choice.tools",
             "unsupported_parameter",
         ),

@@ -167,7 +167,7 @@ def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: 
     options = completion(early_stopping="never", length_penalty=0.5, **fields).options
     assert (options["num_beams"], options["temperature"]) == (4, 0.0)
     assert (options["early_stopping"], options["length_penalty"]) == ("never", 0.5)
-    assert completion(temperature=0.7, **fields).options["temperature"] == 0.7  # The worker reports this error.
+    assert completion(temperature=0.7, **fields).options["temperature"] == 0.7  # The worker refuses this value.
     assert "num_beams" not in completion(use_beam_search=False, n=4, num_beams=1, length_penalty=1.0).options
 
 

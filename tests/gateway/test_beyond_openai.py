@@ -73,7 +73,7 @@ def test_an_adapter_is_chosen_as_a_model_and_says_what_peft_says(
     tokens = worker.tokenize(PROMPT)
     expected = b"".join(worker.detokenize(adapted_text(DEMO, adapter, tokens, 24))).decode()
     assert expected != worker.generate(tokens, max_tokens=24).text
-    for prompt in (PROMPT, list(tokens)):  # The second request hits the first one's prefix.
+    for prompt in (PROMPT, list(tokens)):  # The second request hits the first request's prefix.
         answer = ai.completions.create(**{**ASK, "model": "tuned", "prompt": prompt})  # type: ignore[call-overload]
         assert (answer.model, answer.choices[0].text) == ("tuned", expected)
     assert answer.usage.prompt_tokens_details.cached_tokens == len(tokens) // 16 * 16
@@ -140,7 +140,8 @@ def test_a_stream_tells_what_it_took_so_far_where_that_is_asked_for(served: Serv
     assert counts == sorted(counts)
     assert (len(counts) > 1, counts[-1]) == (True, 40)
     assert {piece["usage"]["prompt_tokens"] for piece in pieces} == {last["usage"]["prompt_tokens"]}
-    ask["stream_options"]["include_usage"] = False  # Without `include_usage` it has no effect.
+    # Without `include_usage`, the option `continuous_usage_stats` has no effect.
+    ask["stream_options"]["include_usage"] = False
     assert not any("usage" in piece for piece in events(curl(served, f"/v1/{kind}", body=ask).body))
 
 

@@ -1,4 +1,4 @@
-"""Tests arriving bodies: the memory that they take, and which ones are dropped to make room."""
+"""Tests arriving bodies: the memory that they take, and which bodies are dropped to free memory."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ def test_the_tree_of_thoughts_of_the_examples(served: ServerProcess, stack: Loca
     asked = after.prompt_token_count - before.prompt_token_count
     computed = asked - (after.cached_token_count - before.cached_token_count)
     thoughts = tree_of_thoughts.WIDTH * (1 + (tree_of_thoughts.DEPTH - 1) * tree_of_thoughts.KEPT)
-    # Each thought computes its verdict and two more tokens: the last one before the verdict, and the last one before
-    # its text.
+    # Each thought computes its verdict and two more tokens: the last token before the verdict, and the last token
+    # before the thought's text.
     assert computed <= prompt + thoughts * (verdict + 2), (computed, prompt, thoughts, verdict)
 
 

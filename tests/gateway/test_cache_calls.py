@@ -70,7 +70,7 @@ def warm(served: ServerProcess, body: dict[str, Any], key: str = ALICE) -> Any:
     same = {name: value for name, value in body.items() if name != "ttl"}
     whole = (answer["usage"]["prompt_tokens"] - 1) // BLOCK * BLOCK
     eventually(lambda: cached(served, same, key) == whole, "the prompt can be hit", within_s=60)
-    # A drop would not remove blocks that a sequence still holds.
+    # A drop does not remove blocks that a sequence holds, so the helper waits until the sequence has ended.
     eventually(lambda: count(served, key)["held_blocks"] == 0, "its sequence has ended", within_s=60)
     return answer
 
@@ -231,7 +231,7 @@ def test_what_is_not_to_be_stored_matches_for_nobody(served: ServerProcess, path
     else:
         same = {name: body[name] for name in ("prompt", "messages") if name in body}
     assert cached(served, same) == 0
-    # The same request without this parameter is stored, so the prompts are equal.
+    # The same request without `cache_no_store` is stored, so the zero above is not due to another prompt.
     assert warm(served, same)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 

@@ -25,7 +25,8 @@ from tests.gateway.scene import DEMO, curl, gateway, script
 
 MINUTE_MS, DAY_MS = 60_000, 86_400_000
 EPHEMERAL = {"type": "ephemeral"}
-BLOCKS = 64  # of the stack's pool, 16 tokens each; a namespace may have a quarter kept
+# Blocks of the stack's pool, each with 16 tokens. One namespace may have a quarter of these blocks kept in the cache.
+BLOCKS = 64
 
 
 def body(*parts: dict[str, Any], **fields: Any) -> ChatBody:

@@ -31,7 +31,7 @@ SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}, "add
 FUNCTIONS: Final = [Function(name, SCHEMA, False) for name in ("f", "f2")]
 FREE: Final = KeptGrammar()
 CONTENT: Final = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-# Texts that are special tokens in a model family.
+# These texts are special tokens in at least one family of models.
 NAMES: Final = [
     *sorted(
         {text for form in CALL_FORMATS.values() for text in literals_of(form) if text[0] in "<[" and len(text) > 1}
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
 @cache
 def kind_of(added: str) -> Kind:
-    """Returns the demo model's tokenizer with added tokens: special ones, ordinary ones, or none."""
+    """Returns the demo model's tokenizer with added special tokens, added ordinary tokens, or none."""
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     names = [name for name in NAMES if tokenizer.token_to_id(name) is None] if added != "none" else []
     if added == "special":
@@ -86,7 +86,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def written(name: str) -> str:
-    """Returns a text with two calls, or with one for gpt-oss, whose text ends after a call."""
+    """Returns a text with two calls. A text of gpt-oss has one call, because it ends after a call."""
     return WRITTEN[name].partition("<|call|>")[0]
 
 
@@ -98,7 +98,8 @@ def test_a_call_that_has_begun_is_held_to_its_schema(kind: Kind, name: str) -> N
     wrong = refused_at(kind, form, text.replace('{"a": "}"}', '{"other": 1}'))
     assert wrong
     assert "other" in wrong
-    if name != "llama3_json":  # In Llama 3's format an answer may be a JSON object that is no call.
+    # In Llama 3's format, a JSON object with an unknown function name is an ordinary answer, not a wrong call.
+    if name != "llama3_json":
         assert refused_at(kind, form, re.sub(r"\bf\b", "g", text))
 
 

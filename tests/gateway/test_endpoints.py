@@ -280,7 +280,7 @@ def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: Serve
         served, "/v1/chat/completions", body={"model": "demo", "messages": [{"role": "user", "content": "\ud800"}]}
     )
     assert (half.status, "hex escape" in half.error["message"]) == (400, True), "half of a surrogate pair is no text"
-    plain = curl(served, "/v1/completions", "-d", json.dumps(ASK))  # curl -d declares a form
+    plain = curl(served, "/v1/completions", "-d", json.dumps(ASK))  # `curl -d` declares the body as a form
     assert (plain.status, "application/json" in plain.error["message"]) == (415, True)
     nested = "[" * 30_000 + "]" * 30_000
     for body in ("{", nested, f'{{"model": "demo", "prompt": {nested}}}'):

@@ -11,7 +11,7 @@ from quire_gateway import failures
 
 ROOT = Path(__file__).resolve().parents[2]
 NONE = "none"
-# The framework's errors for unknown paths and methods. `make_app` gives them the gateway's form.
+# The framework's errors for unknown paths and methods. `make_app` gives these errors the gateway's form.
 OF_HTTP = {(404, NONE), (405, NONE)}
 
 

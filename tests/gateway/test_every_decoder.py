@@ -23,7 +23,7 @@ class Scene(NamedTuple):
 
     ai: openai.OpenAI
     tokenizer: Tokenizer
-    ordinary: list[int]  # ids that are no special tokens
+    ordinary: list[int]  # ids of all tokens that are not special
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -62,7 +62,7 @@ def test_tokens_of_a_completion_are_its_text_and_offsets_are_places_in_it(
     special = set(scene.tokenizer.special)
     shown = [token for token in told.tokens if token not in special or (echo and not isinstance(given, str))]
     if isinstance(given, str) and scene.tokenizer.decode(scene.tokenizer.encode(given)) != given:
-        return  # The tokenizer has no tokens for this text.
+        return  # The tokenizer cannot represent this text.
     if "\N{REPLACEMENT CHARACTER}" not in choice.text:
         assert "".join(shown) == choice.text
     for token, offset, top in zip(told.tokens, told.text_offset, told.top_logprobs, strict=True):

@@ -18,9 +18,9 @@ from tests.gateway.scene import DEMO, curl
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "gateway.md"
 HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
-# These parameters have an effect, but not on the text, the counts or the form of one answer. Other files test them:
-# `test_gate.py`, `test_vllms_words.py`, `test_auto_tools.py`, `test_beyond_openai.py`, `test_responses.py`,
-# `test_cache_words.py`, `test_cache_calls.py`, `test_routing.py`.
+# These parameters have an effect, but not on the text, the counts or the form of a single answer. Other files test
+# these parameters: `test_gate.py`, `test_vllms_words.py`, `test_auto_tools.py`, `test_beyond_openai.py`,
+# `test_responses.py`, `test_cache_words.py`, `test_cache_calls.py`, `test_routing.py`.
 UNSEEN = frozenset(
     {"model", "priority", "cache_salt", "include_reasoning", "early_stopping", "store", "prompt_cache_options"}
     | {"add_special_tokens", "parallel_tool_calls", "length_penalty", "prompt_cache_retention", "cache_no_store"}
@@ -33,7 +33,7 @@ LEAST: Mapping[str, Mapping[str, Any]] = {
     "completions": {"prompt": PROMPT, "max_tokens": 24},
     "responses": {"input": PROMPT, "max_output_tokens": 24, "store": False},
 }
-# Parameters that an endpoint of OpenAI's or vLLM's server takes under another name or in another form.
+# (endpoint, parameter) -> changes to `Tried`, where the endpoint takes the parameter under another name or form.
 OTHER: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chats", "logprobs"): {"value": True},
     ("chats", "top_logprobs"): {"beside": {"logprobs": True}},

@@ -31,7 +31,7 @@ TEXTS = (
 )
 
 
-PADDING = 40  # tokens that the model has beyond its tokenizer's
+PADDING = 40  # number of the model's tokens that its tokenizer lacks
 
 
 def matchers(kind: Kind, text: str) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def test_a_text_that_is_free_is_followed_as_if_its_grammar_were_asked_for_each_t
         for scripted in script:
             (words,) = grammar.masks_of([eager], size)
             free_count += bool(lazy._waiting)
-            # Computing a mask makes a matcher catch up, so only a copy computes it, and the matcher stays behind.
+            # Computing a mask makes a matcher catch up. Only a copy computes a mask here, so `lazy` stays behind.
             assert (grammar.masks_of([lazy.copy()], size)[0] == words).all()
             asked = {*dice.sample(range(size), 20), size - 1, scripted}
             for token in asked:

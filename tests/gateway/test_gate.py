@@ -101,7 +101,7 @@ def test_on_loopback_only_names_of_this_machine_are_answered(worker: ScriptedSer
         for host in (*own.split(), "gateway.example.:80", "gateway.example.", "box"):
             assert curl(served, "/v1/models", "-H", f"Host: {host}").status == 200, host
         for target, status in (("http://evil.example/v1/models", 421), ("http://localhost/v1/models", 200)):
-            for host in ("localhost", "evil.example"):  # A target's host counts, whatever the header says.
+            for host in ("localhost", "evil.example"):  # The target's host decides, not the header.
                 answer = curl(served, "/", "--request-target", target, "-H", f"Host: {host}")
                 assert answer.status == status, (target, host)
         for name in ("X-Forwarded-Host: localhost", "Forwarded: host=localhost", "X-Original-Host: localhost"):
@@ -384,7 +384,7 @@ def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> Non
         ):
             with socket.create_connection((host, int(port)), timeout=30) as connection:
                 connection.sendall(head + name)
-                with contextlib.suppress(ConnectionError):  # The server closes the connection before all is sent.
+                with contextlib.suppress(ConnectionError):  # The server closes before all headers are sent.
                     if name.endswith(b"\n"):
                         connection.sendall(b"\r\n" + body)
                     else:

@@ -92,7 +92,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]],
 def test_a_new_connection_ends_the_oldest_handshake_and_is_served(
     run: Callable[[Coroutine[Any, Any, None]], None], certs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 600.0)  # Only the limit ends handshakes in this test.
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 600.0)  # Only `handshakes_max` ends a handshake here.
 
     async def scene() -> None:
         async with listening(certs, handshakes_max=4) as (port, _):

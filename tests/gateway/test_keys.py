@@ -38,7 +38,7 @@ def shown(key: str) -> tuple[str, str]:
 
 def test_a_line_has_a_name_limits_and_an_end() -> None:
     line = f"{KEY} acme name=web requests=600 tokens=100000 concurrent=8 expires=2027-01-31T12:00Z special_tokens=text"
-    now_s = 1_801_396_799.0  # a second before the key expires
+    now_s = 1_801_396_799.0  # one second before the key expires
     keys = ApiKeys(f"{line}\n{OTHER_KEY} beta", "here", clock=lambda: now_s)
     key = keys.named(f"Bearer {KEY}".encode())
     assert key is not None
@@ -198,7 +198,7 @@ def test_operators_see_requests_with_the_names_of_their_keys_and_why_they_wait(
         client(served, KEY).completions.create(**ASK)  # type: ignore[call-overload]
         ended = 'quire_gateway_key_requests_total{key="web",model="scripted"}'
         while f"{ended} 1.0" in (metrics := curl(served, "/metrics", *shown(TOKEN)).body.decode()):
-            pass  # The worker may notice the cancellation before the gateway counts the request.
+            pass  # The gateway may count the request only after the worker has noticed the cancellation.
         assert f"{ended} 2.0" in metrics
         assert 'quire_gateway_key_tokens_total{key="web",kind="output",model="scripted"} 5.0' in metrics
 

@@ -14,7 +14,8 @@ from tests.gateway.scene import gateway
 KEY = "sk-alpha-0123456789"
 
 
-# Container engines add and remove interfaces. With an address in its id, a test could differ between pytest processes.
+# The ids of these tests contain no address. Container engines add and remove interfaces, so an address could differ
+# between two pytest processes.
 @pytest.mark.parametrize("host", ["::", "::1", link_local()], ids=["any", "loopback", "of a link"])
 def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path) -> None:
     if host is None or not socket.has_dualstack_ipv6():
@@ -29,7 +30,7 @@ def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path
 
 
 def test_the_kernel_looks_whether_a_caller_that_waits_is_still_there(tmp_path: Path) -> None:
-    """A caller behind a NAT that forgot it sends no FIN. Without a timer, its answer is computed to the end."""
+    """If a NAT forgets a caller's connection, no FIN arrives. Without a timer, the answer is computed to the end."""
     tables = Path("/proc/net/tcp")
     if not tables.exists():
         pytest.skip("this system does not tell the timers of its connections")

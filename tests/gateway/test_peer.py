@@ -89,8 +89,8 @@ def missing(expected: Any, found: Any, where: str = "") -> list[str]:
 
 
 OPENAI_ONLY = {".choices[].logprobs.refusal"}
-# The fields of an answer that OpenAI's client knows. vLLM adds fields of its own (kv_transfer_params, token_ids, ...);
-# Quire adds none.
+# Path -> the fields of an answer that OpenAI's client knows. vLLM adds further fields (kv_transfer_params, token_ids,
+# ...), and Quire adds no fields.
 OPENAI_FIELDS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
     "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},
@@ -263,7 +263,7 @@ def test_errors_have_the_same_status_and_form(ours: ServerProcess, theirs: Any, 
 def test_every_parameter_of_theirs_may_be_given_at_its_default(
     ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any], schema: str
 ) -> None:
-    """A client that sends every parameter at its default gets the same answer as one that sends none."""
+    """A client that sends every parameter at its default gets the same answer as a client that sends none."""
     known = json.loads(curl(theirs, "/openapi.json").body)["components"]["schemas"][schema]["properties"]
     defaults = {name: rest.get("default") for name, rest in known.items() if name not in ask}
     assert len(defaults) > 40

@@ -1,5 +1,5 @@
 """Compares tools and reasoning of the gateway and of vLLM's OpenAI server: same shapes, finish reasons and statuses.
-Options tell vLLM the model's notation. `make test-gateway-peer` runs it, like `test_peer.py`.
+Options tell vLLM the model's notation. `make test-gateway-peer` runs this file and `test_peer.py`.
 
 The checkpoint is the demo model with a template like Qwen's: the prompt opens the reasoning, or closes it.
 """
@@ -148,7 +148,7 @@ def test_a_structure_begins_at_once_where_the_prompt_has_closed_the_reasoning(ou
 
 def test_a_call_of_its_own_accord_has_the_same_shape(ours: ServerProcess, theirs: Any, folder: Path) -> None:
     """A logit bias begins Quire's call, and the schema constrains it. vLLM does not constrain such calls, so a choice
-    of one text makes its model write a call."""
+    of one text makes vLLM's model write a call."""
     described = json.loads((folder / "tokenizer.json").read_text())
     opens = next(token["id"] for token in described["added_tokens"] if token["content"] == "<tool_call>")
     asks = {
@@ -193,7 +193,7 @@ def test_a_response_has_the_same_fields_and_text(ours: ServerProcess, theirs: An
 
 
 def test_a_response_has_the_same_events(ours: ServerProcess, theirs: Any) -> None:
-    """Only the last event differs: for a cut answer OpenAI's is `response.incomplete`."""
+    """Only the last event differs: OpenAI ends a cut answer with `response.incomplete`."""
     mine, peer = (event_names(server, ASK) for server in (ours, theirs))
     assert (mine[:-1], mine[-1], peer[-1]) == (peer[:-1], "response.incomplete", "response.completed")
 

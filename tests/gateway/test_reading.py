@@ -22,7 +22,7 @@ NEEDED: dict[Any, bytes] = {
     CompletionBody: b'{"prompt":"p",',
     ChatBody: b'{"messages":[{"role":"user","content":"u"}],',
     ResponseBody: b'{"input":"p",',
-}  # the beginning of a body
+}  # kind of body -> the beginning of a body with the required fields
 
 ITEMS = (b"1", b"[]", b"{}", b'""', b"null", b"1.5", b'"ab"', b"[1]", b'{"a":1}')
 FIELDS = [(kind, name) for kind in (CompletionBody, ChatBody) for name in kind.model_fields]

@@ -23,12 +23,12 @@ from tests.gateway.scene import gateway, script
 
 WHOLE = json.dumps({"model": "scripted", "prompt": "p", "n": 2})
 STREAM = json.dumps({"model": "scripted", "prompt": "p", "n": 2, "stream": True})
-LONG = WHOLE + " " * (2 << 20)  # For a body this long curl first sends `Expect: 100-continue`.
+LONG = WHOLE + " " * (2 << 20)  # Before such a long body, curl sends `Expect: 100-continue`.
 LARGE = json.dumps({"model": "scripted", "prompt": "p" * (20 << 20)})
 WRONG = json.dumps({"model": "scripted"})
 PATH = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
-IN_TURN = 40  # requests, one after another
+IN_TURN = 40  # number of consecutive requests
 
 # Each request has an id. The program prints one line per answer: `ID STATUS ID_OF_THE_ANSWER BODY`.
 JAVA = """

@@ -17,7 +17,7 @@ from tests.gateway.test_tools import WEATHER as CHAT_WEATHER
 from tests.gateway.test_tools import check_weather
 
 QUESTION = "The for statement is used to iterate over the elements of a sequence."
-BLOCK = 16  # tokens per block of the worker
+BLOCK = 16  # number of tokens in a block of the worker
 WEATHER: Any = {"type": "function", **CHAT_WEATHER["function"]}
 
 

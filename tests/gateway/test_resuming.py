@@ -50,7 +50,7 @@ def cut(dice: random.Random, held: int) -> list[Chunk]:
 @pytest.mark.parametrize("seed", range(50))
 def test_the_caller_gets_each_token_and_character_once(seed: int) -> None:
     dice, sent, got = random.Random(seed), SentAnswer(), list[Chunk]()
-    for _ in range(dice.randint(0, 3)):  # workers that end
+    for _ in range(dice.randint(0, 3)):  # In each turn, a worker ends before its answer is whole.
         whole = cut(dice, held=4)
         got += [rest for chunk in whole[: dice.randint(0, len(whole) - 1)] if (rest := sent.rest(chunk)) is not None]
         sent.begin_again()
@@ -128,7 +128,7 @@ def scene(folder: Path) -> Iterator[Scene]:
 
 
 def break_first_asked(fleet: Scene, *texts: str) -> None:
-    """Makes the first worker that is asked break off after two tokens, and the other one answer with these."""
+    """Makes the first worker that is asked break off after two tokens. The other worker answers with `texts`."""
     asked = list[str]()
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:

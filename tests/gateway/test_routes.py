@@ -21,7 +21,8 @@ from tests.client.servers import ScriptedServer, failing, refusing, scripted_ser
 from tests.e2e.stack import eventually
 from tests.gateway.scene import STATUS, curl, gateway, script
 
-TOKENS = [*range(1, 9)]  # two blocks, but only the first can be hit: one token is always computed
+# Two blocks. Only the first block can be a hit, because the last token is always computed.
+TOKENS = [*range(1, 9)]
 ANSWER = worker_pb2.GenerateResponse(
     token_ids=[1], text="a", finish_reason=worker_pb2.FINISH_REASON_STOP, usage=worker_pb2.Usage(prompt_token_count=8)
 )

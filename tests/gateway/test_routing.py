@@ -111,7 +111,7 @@ async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None
 
 
 def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
-    """Two workers share an allocator. The gateway finds blocks that one of them has computed through its pool."""
+    """Two workers share an allocator. Through its pool, the gateway finds the worker that has computed the blocks."""
     with LocalStack(DEMO, worker_arguments=["--blocks", "256", "--pool", "first"]) as stack:
         allocator = ["--allocator", stack.allocator_address]
         arguments = ["--model", str(DEMO), *allocator, "--listen", "127.0.0.1:0", "--blocks", "256", "--pool", "second"]
@@ -121,7 +121,8 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
                 direct.generate(PREFIX * 4, max_tokens=1)
             with Allocator(stack.allocator_address) as pools:
                 eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
-                told = 0  # Watchers get the events after the worker's next heartbeat, which acknowledges the step.
+                # Watchers get a step's events after the worker's next heartbeat, which acknowledges the step.
+                told = 0
                 for event in pools.watch_events("second"):
                     told += len(event.digests) if isinstance(event, BlocksStored) else 0
                     if told >= 5:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from quire_gateway.continuing import Said, continued
 
-# A special token, an ordinary token of the same text, three texts, half a character, and the replacement character.
+# TURN is a special token, and TURN_AS_TEXT an ordinary token with the same text. HALF is half a character, and NONE the
+# replacement character.
 TURN, TURN_AS_TEXT, A, B, AB, HALF, NONE = range(7)
 SPELLED = {TURN: b"<turn>", TURN_AS_TEXT: b"<turn>", A: b"a", B: b"b", AB: b"ab", HALF: b"\xc3", NONE: b"\xef\xbf\xbd"}
 
 
 def of(tokens: tuple[int, ...], prompt_token_count: int) -> Said:
-    """Returns an answer to a prompt that continues nothing, with the tokens of both."""
+    """Returns an answer to a prompt that continues nothing. `tokens` are the prompt's and the answer's."""
     return Said("m", tokens, prompt_token_count, tokens[:prompt_token_count])
 
 
@@ -31,7 +32,7 @@ def test_an_answer_keeps_its_tokens_where_a_tokenizer_would_take_others() -> Non
 
 
 def test_so_do_all_answers_of_a_longer_conversation() -> None:
-    second = (TURN, A, TURN, A, B, TURN, B, TURN)  # the prompt that follows the first answer
+    second = (TURN, A, TURN, A, B, TURN, B, TURN)  # the prompt after the first answer
     said = Said("m", (*second, A, B), len(second), (TURN, A, TURN, AB, TURN, B, TURN))
     prompt = (TURN, A, TURN, AB, TURN, B, TURN, AB, TURN, A)
     assert whole(said, prompt) == (*second, A, B, TURN, A)

@@ -1,4 +1,4 @@
-"""With --served-model-name a worker names its model: requests may use each name, answers have the first."""
+"""With --served-model-name a worker names its model: requests may use each name, and answers have the first name."""
 
 from __future__ import annotations
 

@@ -175,7 +175,8 @@ def test_a_trusting_worker_with_a_template_of_its_own_and_a_checkpoint_that_prop
     }
     (folder / "tokenizer.json").write_text(json.dumps(described))
     template.write_text("own: {{ messages[0].content }}")
-    (folder / "chat_template.jinja").write_text("{% for %}")  # the checkpoint's own template, which is never read
+    # This is the checkpoint's template. `--chat-template` replaces it, so the invalid template is never read.
+    (folder / "chat_template.jinja").write_text("{% for %}")
     arguments = ["--blocks", "512", "--chat-template", str(template), "--trust-request-chat-template"]
     with LocalStack(folder, worker_arguments=arguments, gateway_listen="127.0.0.1:0") as running:
         assert running.gateway is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator, Sequence
 
-TEXT_WINDOW = 24  # this many characters identify a text
-TOKENS_WINDOW = 6  # this many ids identify a list of tokens
+TEXT_WINDOW = 24  # A part of a text with this many characters identifies the text.
+TOKENS_WINDOW = 6  # A part of a list of tokens with this many ids identifies the list.
 
 
 def forms_of_text(text: str) -> Iterator[str]:
@@ -57,7 +57,7 @@ class Canaries:
 
     def found_in(self, output: str | bytes) -> list[str]:
         """Returns the names of the secrets that an output gives away."""
-        # Text and bytes are both compared as Latin-1, because it maps every byte to a character.
+        # Text and bytes are compared as Latin-1, because Latin-1 maps every byte to a character.
         text = (output.encode() if isinstance(output, str) else output).decode("latin-1").lower()
         return [name for name, forms in self._forms.items() if any(_wire(form) in text for form in _long(forms))]
 

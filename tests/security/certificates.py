@@ -21,13 +21,13 @@ def quire_certs(folder: Path, *arguments: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """A folder that `quire certs` has filled, with a second authority of the same name in `other`."""
+    """A folder that `quire certs` has filled, with a second CA of the same name in `other`."""
 
     folder: Path
 
     @property
     def ca(self) -> str:
-        """The path of the authority's certificate."""
+        """The path of the CA certificate."""
         return str(self.folder / "ca.pem")
 
     def client(self, name: str = "client") -> Tls:
@@ -44,13 +44,13 @@ class Certificates:
         return self.client(name)
 
     def server_options(self, *, mutual: bool = True) -> list[str]:
-        """Returns a server's options: its certificate, and if `mutual` the authority for its callers."""
+        """Returns a server's options: its certificate, and if `mutual` the CA of its callers."""
         options = ["--tls-cert", str(self.folder / "server.pem"), "--tls-key", str(self.folder / "server.key")]
         return [*options, *(["--tls-client-ca", self.ca] if mutual else [])]
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """Makes an authority, a server, callers with all permissions, and callers without any."""
+    """Makes a CA, a server, callers with all permissions, and callers without any."""
     quire_certs(folder, "--host", "worker.example")
     stranger = folder / "other"
     quire_certs(stranger)

@@ -35,7 +35,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/cache/drop": {"prompt": "p"},
     "/tokenize": {"prompt": "p"},
     "/detokenize": {"tokens": [1]},
-}  # the smallest body of each path that takes one
+}  # path -> the smallest body that the path takes
 
 
 def as_many(asked: Any, context: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x4
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE = 0x4
-WINDOW_BYTES: Final = 65_535  # HTTP/2's initial window of a stream and of a connection
+WINDOW_BYTES: Final = 65_535  # HTTP/2's initial flow-control window, for streams and connections
 FRAME_BYTES: Final = 16_384
 IDLE_S: Final = 1.0
 
@@ -26,7 +26,7 @@ def framed(message: bytes, size: int | None = None) -> bytes:
 
 
 class RawCaller:
-    """One connection. It never gives the server more room for answers than at the start.
+    """One connection. The caller never enlarges the receive windows that it gave the server at the start.
 
     Attributes:
         ended: streams that the server has ended.
@@ -52,7 +52,7 @@ class RawCaller:
         return stream
 
     async def send(self, parts: dict[int, bytes], *, are_last: bool = False) -> None:
-        """Sends data on streams as the server has room for it. Returns when the server has sent nothing for `IDLE_S`
+        """Sends data on streams as the server's windows allow. Returns when the server has sent nothing for `IDLE_S`
         seconds."""
         while True:
             self._has_news.clear()
@@ -70,7 +70,7 @@ class RawCaller:
                 return
 
     def _send_some(self, stream: int, data: bytes, is_last: bool) -> bytes:
-        """Sends as much as there is room for. Returns the rest, nothing of a stream that has ended."""
+        """Sends as much as the windows allow. Returns the rest, or nothing if the stream has ended."""
         if stream in self.ended:
             return b""
         room = max(0, min(self._room, self._stream_room[stream]))

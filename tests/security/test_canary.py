@@ -74,7 +74,7 @@ def outcome(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 
 
 def use(deployment: Deployment, outcome: Outcome) -> None:
-    """Sends a prompt twice, so that its blocks are published and hit. Remembers every secret that this makes."""
+    """Sends a prompt twice, so that its blocks are published and hit. Remembers all secrets of these calls."""
     tls = deployment.certificates.client()
     with (
         Client(deployment.worker.address, token=TOKEN, tls=tls) as client,
@@ -129,7 +129,7 @@ def misuse_worker(
         outcome.refused(lambda: client.generate(PROMPT * 200, namespace=NAMESPACE))
         outcome.refused(lambda: client.generate([*tokens, 1 << 30], namespace=NAMESPACE))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, temperature=-1.0))
-        # The worker refuses this pattern.
+        # The worker refuses this regular expression, because its parenthesis is not closed.
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, regex="("))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, request_id="r" * 100))
         endless = partial(client.generate, PROMPT, namespace=NAMESPACE, max_tokens=4000, ignore_eos=True)

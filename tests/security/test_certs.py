@@ -122,7 +122,7 @@ def test_a_first_host_that_is_none_leaves_no_authority_behind(tmp_path: Path) ->
 def test_what_a_full_disk_cuts_off_is_removed_and_the_next_run_makes_it(tmp_path: Path, bytes_max: int) -> None:
     limit = (bytes_max, resource.RLIM_INFINITY)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # Writes beyond this limit fail, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # Writes beyond `limit` fail, as on a full disk.
     try:
         with pytest.raises(UsageError, match="File too large"):
             _certs.make_authority(tmp_path, days=1)
@@ -221,7 +221,7 @@ def test_a_renewal_makes_everything_again_that_ends_soon_and_trusts_the_authorit
     for name in ("server", "client"):
         certificate(place / "service" / f"{name}.pem").verify_directly_issued_by(now)
     assert renew(place) == ""
-    # After 61 days the first authority has expired.
+    # After 61 days the first CA certificate has expired.
     with pytest.MonkeyPatch.context() as patch:
         shortened(patch, -61)
         found = _certs.read_authority(place / "ca")

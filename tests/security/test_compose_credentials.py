@@ -30,10 +30,10 @@ from tests.e2e.stack import DEMO, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "/run/quire"
-LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # 10 minutes allow for clock differences
+LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # The 10 minutes allow for clock differences.
 METRICS_TOKEN = "metrics-token"
 EVERYTHING = {"quire://pool/*", "quire://observe/*", "quire://namespace/*"}
-# The permissions of each service's certificate, by the name of its folder.
+# Folder of a service -> the permissions in the service's certificate.
 PERMISSIONS = {
     "allocator": set[str](),
     "worker": {"quire://pool/default", "quire://namespace/*"},

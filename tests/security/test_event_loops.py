@@ -27,9 +27,10 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from tests.e2e.stack import DEMO
 
 HELD_S_MAX = 0.05
-ATTEMPTS = 4  # A call that blocks a loop blocks it in every attempt.
+# A call fails the test only if every attempt blocks the loop: a busy machine delays single attempts.
+ATTEMPTS = 4
 CALL_S_MAX = 60
-TEMPLATE = (  # Renders more text than it gets, so its work grows with the messages.
+TEMPLATE = (  # Renders each message twice, so the work grows with the messages.
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + m.content + '<|im_end|>\n' }}{% endfor %}"
 )
 MIB = 1 << 20
@@ -216,7 +217,8 @@ class Scene:
             began_s, pieces = time.monotonic(), self.piece_count
             with suppress(QuireError, grpc.RpcError, ConnectionError):
                 call()
-            while self.piece_count < pieces + 3:  # By then the recorder has written this call's entry.
+            # After three more pieces of the stream beside this call, the recorder has written the call's entry.
+            while self.piece_count < pieces + 3:
                 time.sleep(0)
             found.append(max((held for at, held in self._noted(server.process.pid) if at > began_s), default=0.0))
         return min(found)
@@ -237,7 +239,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         patch.setenv("OMP_NUM_THREADS", "1")
         stack = LocalStack(folder, gateway_listen="127.0.0.1:0", drain_timeout_s=5)
         with stack, Client(stack.worker_address) as client:
-            # These calls create the objects that the worker creates only once.
+            # Before the tests, these calls create the objects that the worker creates only once.
             client.generate("The", max_tokens=2, regex="[a-z]+ b?")
             client.tokenize([{"role": "user", "content": "x"}])
             made = Scene(stack, notes)

@@ -47,7 +47,7 @@ class LongAnswers:
     """Gives the hostile caller the largest allowed answers, and other callers the usual ones."""
 
     def __init__(self) -> None:
-        # One entry per answer: whether it was the last one before its call ends.
+        # One entry per answer: whether this answer was the last answer of its call.
         self._given = queue.SimpleQueue[bool]()
         self._waiting: list[threading.Event] = []
         self._is_over = False
@@ -58,7 +58,7 @@ class LongAnswers:
             return
         may_end = threading.Event()
         self._waiting.append(may_end)
-        if self._is_over or not context.add_callback(may_end.set):  # False: the call has already ended.
+        if self._is_over or not context.add_callback(may_end.set):  # returns False after the call's end
             may_end.set()
         told = {"prompt_logprobs": RANKED} if asked.sampling.HasField("prompt_logprobs") else {}
         for sample in range(asked.sampling.n):
@@ -73,8 +73,8 @@ class LongAnswers:
             yield pb.GenerateResponse(sample=sample, finish_reason=pb.FINISH_REASON_LENGTH, **usage)
 
     def wait_for_much(self) -> None:
-        """Waits until a call has everything but its end, or until the gateway takes no more because its caller reads
-        nothing."""
+        """Waits until a call has its whole answer except the end, or until the gateway takes no more because its caller
+        reads nothing."""
         is_whole = self._given.get(timeout=60)
         while not is_whole:
             try:
@@ -173,7 +173,7 @@ def test_answers_of_what_is_kept_that_nobody_reads_take_a_bounded_memory(long_se
     with memory_bounded(long_served), ExitStack() as cleanup:
         for _ in range(200):
             connection = cleanup.enter_context(closing(socket.socket()))
-            # With a larger buffer the system would take many answers.
+            # With a larger buffer, the system would take many answers from the gateway although the caller reads none.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             connection.settimeout(30)
             host, _, port = long_served.address.rpartition(":")

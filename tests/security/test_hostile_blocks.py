@@ -15,7 +15,7 @@ from tests.security.test_hostile_calls import Scene, others_are_served
 from tests.security.test_hostile_doors import channel, metadata
 from tests.security.test_hostile_owners import SESSION, attach, detached
 
-PREFIX = 30_000  # digests: nearly as many as fit a step
+PREFIX = 30_000  # number of digests, nearly as many as fit into a step
 PROMPTS = 400
 
 

@@ -37,9 +37,9 @@ from tests.security.test_hostile_doors import (
 ATTACKER = "attacker"
 NUMBERS = itertools.count()
 LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each block.
-UNREAD = 200  # number of calls of each kind with unread answers
-HALF_SENT = 500  # calls with a half-sent message of the largest size
-STREAMS = 64  # attached streams
+UNREAD = 200  # number of calls of each kind whose answers stay unread
+HALF_SENT = 500  # number of calls with a half-sent message of the largest size
+STREAMS = 64  # number of attached streams
 LONG = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
 
 
@@ -79,7 +79,7 @@ class Scene:
             self.branch_id = made.branch_id
 
 
-# A request of each call with the largest answer or the longest work that one caller can ask for.
+# Call -> the request that gives the largest answer, or the longest work, that one caller can get from this call.
 REQUESTS: dict[str, Callable[[Scene], Any]] = {
     "/quire.v1.AllocatorService/GetServerInfo": lambda _: server_pb2.GetServerInfoRequest(),
     "/quire.v1.AllocatorService/ListPools": lambda _: pb.ListPoolsRequest(),
@@ -145,8 +145,8 @@ def attach(**fields: Any) -> pb.SessionRequest:
     return pb.SessionRequest(attach=request)
 
 
-# Messages of an owner's stream before the held message. The session's id is only in its answer, so a step here has
-# none; the allocator refuses it.
+# Stage -> the messages that an owner's stream sends before the held message. Only the answer to the attach names the
+# session's id. A step here has no id, so the allocator refuses the step.
 STAGES: dict[str, Callable[[], list[pb.SessionRequest]]] = {
     "before the attach": list,
     "before an empty report": lambda: [attach()],
@@ -203,7 +203,7 @@ def test_every_call_of_the_services_has_a_request_here() -> None:
 
 
 def cut(message: bytes) -> list[bytes]:
-    """Returns a message that is cut in each of its parts, and one that claims to be of the largest size."""
+    """Returns a message that is cut in each of its parts, and a message that claims to be of the largest size."""
     whole = framed(message)
     return [whole[:1], whole[:4], whole[:5], whole[:-1] or whole[:1], framed(b"\x7a" * 30_000, MESSAGE_BYTES_MAX - 1)]
 

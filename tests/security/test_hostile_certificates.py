@@ -93,7 +93,7 @@ async def test_a_renewal_under_load_interrupts_no_connection_and_is_shown_to_new
     old_ca = Tls(str(shutil.copy(files.ca, files.folder / "old-ca.pem")), files.client().cert, files.client().key)
     for round_number in range(3):
         quire_certs(files.folder, "--server", f"renewed-{round_number}")
-        for suffix in ("key", "pem"):  # Between the two copies, key and certificate do not match.
+        for suffix in ("key", "pem"):  # After the first copy, key and certificate do not match.
             shutil.copy(files.folder / f"renewed-{round_number}.{suffix}", files.folder / f"server.{suffix}")
             assert await asyncio.to_thread(is_served, served, files.client())
         before = answers

@@ -38,10 +38,10 @@ from tests.client.servers import allocator_process, secret_file
 from tests.security.certificates import Certificates
 from tests.security.deployment import TOKEN, Caller, Deployment, deployed
 
-LIVENESS_S = 1.0  # limit for the liveness probe of another caller
-FIRST_TOKEN_S = 2.0  # limit for a worker's first token to another caller
-MEMORY_BYTES = 256 << 20  # limit for a server's growth
-CALLS = 200  # calls of each method at a time
+LIVENESS_S = 1.0  # limit for another caller's liveness probe, during the attack
+FIRST_TOKEN_S = 2.0  # limit for another caller's first token, during the attack
+MEMORY_BYTES = 256 << 20  # limit for the growth of a server's memory
+CALLS = 200  # concurrent calls of each method
 NUMBERS = itertools.count()
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 
@@ -62,10 +62,10 @@ WAITS = [
     for method in service.methods
     if method.server_streaming
 ]
-HELD = 1_200  # more waiting calls than one caller may have of any kind
+HELD = 1_200  # number of waiting calls, more than one caller may have
 AT_ONCE = allocator_limits.STREAMS_MAX // 2
-ITEMS = 250_000  # items of a list, at least as many as a message can hold
-# Every count limit of the allocator, the worker and the protocol, and one more than each limit.
+ITEMS = 250_000  # number of a list's items; no message can hold more
+# Numbers of items: each count limit of the allocator, the worker and the protocol, and one more than each limit.
 COUNTS = sorted(
     {
         count + beyond
@@ -111,7 +111,7 @@ async def assert_others_are_served(deployment: Deployment) -> None:
             await honest.channel_ready()
             health = health_pb2_grpc.HealthStub(honest)
             request = health_pb2.HealthCheckRequest(service="liveness")
-            # This call returns once the hostile messages have arrived.
+            # This call returns once the hostile messages have arrived, so only the next call is measured.
             await health.Check(request, metadata=metadata(), timeout=30)
             answer = await health.Check(request, metadata=metadata(), timeout=LIVENESS_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -213,7 +213,7 @@ async def test_lists_of_wrong_items_are_answered_at_each_limit_and_keep_nobody_f
         for method, path in lists:
             name = f"/{method.containing_service.full_name}/{method.name}"
             messages = [full_of_items(method.input_type, path, next(wrongs), count) for count in (*COUNTS, ITEMS)]
-            # Fewer than the streams of one caller: of a stream that is refused while it writes, grpcio says INTERNAL.
+            # `AT_ONCE` is below the limit of streams, because grpcio reports a refusal during a write as INTERNAL.
             for first in range(0, len(messages), AT_ONCE):
                 some = messages[first : first + AT_ONCE]
                 await asyncio.gather(*(assert_answered(connection, name, path, message) for message in some))
@@ -243,7 +243,7 @@ def goes_on(method: str, namespace: str) -> list[Any]:
     """Returns messages that make a call of this method wait or run for long."""
     long = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
     messages: dict[str, list[Any]] = {
-        "Session": [],  # The server waits for an attach.
+        "Session": [],  # Without messages, the server waits for an attach.
         "WatchEvents": [pb.WatchEventsRequest(pool="default")],
         "Generate": [worker_pb.GenerateRequest(text="The for", namespace=namespace, sampling=long)],
         "Watch": [health_pb2.HealthCheckRequest()],
@@ -319,7 +319,8 @@ async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_othe
         forks = [await branch.fork(64) for _ in range(15)]
         with pytest.raises(ResourceExhaustedError, match="branches"):
             await branch.fork(64)
-        assert len(forks) == 15  # This use keeps the forks alive: collecting them would release them.
+        # This line keeps the forks alive: garbage collection of a fork would release its branch.
+        assert len(forks) == 15
         texts = [attacker.stream("a" * 50, namespace="attacker", max_tokens=400, ignore_eos=True) for _ in range(60)]
         begun = [asyncio.ensure_future(anext(text)) for text in texts]
         await asyncio.wait(begun, timeout=1)

@@ -45,7 +45,7 @@ from tests.security.gateway_callers import (
 
 FIRST_TOKEN_S_MAX = 2.0
 BODY_BYTES = 8 << 20
-REFUSALS = {400, 404, 413, 429, 501}  # 404: the branch does not exist; 501: the script has no answer
+REFUSALS = {400, 404, 413, 429, 501}  # 404: no such branch; 501: the scripted worker has no answer
 ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 
 
@@ -263,7 +263,7 @@ def test_every_list_has_a_limit_and_one_beyond_it_is_said(served: ServerProcess,
     assert found >= 40, "the description has the limits"
 
 
-# Lists without limits of their own, inside fields that the API description calls objects: (path, field, value).
+# (path, field, value): inside the field, the value has a list that the API description does not limit.
 WITHIN: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
     ("/v1/chat/completions", "messages", lambda items: [{"role": "user", "content": items}]),
     ("/v1/chat/completions", "messages", lambda items: [{"role": "assistant", "tool_calls": items}]),
@@ -351,7 +351,7 @@ def test_places_and_bodies_of_one_are_not_those_of_another(
     worker.answers["Generate"] = answer
     try:
         with ExitStack() as cleanup, others_are_served(served):
-            for _ in range(6):  # Six calls leave two of the scripted worker's threads free.
+            for _ in range(6):  # Six of the scripted worker's eight threads are held, so two threads stay free.
                 connection = cleanup.enter_context(closing(connect(served)))
                 connection.sendall(request(HOSTILE, path, body))
             assert all(begun.acquire(timeout=60) for _ in range(6))

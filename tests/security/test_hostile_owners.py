@@ -23,7 +23,7 @@ from tests.security.test_hostile_doors import channel, metadata
 
 POOLS = limits.POOLS_MAX
 SESSION = "/quire.v1.AllocatorService/Session"
-UNKNOWN_FIELD = b"\xfa\x7f"  # the tag of a field with bytes that no message has
+UNKNOWN_FIELD = b"\xfa\x7f"  # the tag of an unknown field of bytes
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def attach(number: int, block_count: int = 8) -> pb.SessionRequest:
 
 
 async def opened(connection: aio.Channel, block_count: int = 8) -> list[tuple[Any, bytes]]:
-    """Opens streams of as many pools as the attacker may have. Returns those that got a session, with its id."""
+    """Opens streams of as many pools as the attacker may have. Returns the streams that got a session, with ids."""
 
     async def open_one(number: int) -> tuple[Any, bytes] | None:
         call = connection.stream_stream(SESSION, response_deserializer=pb.SessionReply.FromString)(metadata=metadata())
@@ -68,7 +68,7 @@ async def detached(streams: list[tuple[Any, bytes]]) -> None:
 
 
 def with_unknown_bytes(step: pb.Step) -> bytes:
-    """Returns a message with a step that has as many bytes as a message may have, most in a field that is ignored."""
+    """Returns a message with a step that has as many bytes as a message may have, most of them in an ignored field."""
     message = pb.SessionRequest(step=step)
     size = MESSAGE_BYTES_MAX - step.ByteSize() - 100
     message.step.MergeFromString(UNKNOWN_FIELD + varint(size) + b"j" * size)

@@ -20,7 +20,8 @@ from tests.security.test_hostile_calls import Scene, others_are_served
 from tests.security.test_hostile_doors import channel, metadata
 from tests.security.test_hostile_owners import SESSION, attach, detached, opened, with_unknown_bytes
 
-LARGEST = BLOCKS_DEFAULT - 8 * limits.POOLS_MAX  # pools of an earlier test may still have their leases
+# Pools of an earlier test may still have their leases, so their blocks are subtracted from the limit.
+LARGEST = BLOCKS_DEFAULT - 8 * limits.POOLS_MAX
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ async def test_steps_that_arrive_while_the_server_stands_still_take_a_bounded_me
                 asyncio.ensure_future(call.write(with_unknown_bytes(pb.Step(session_id=session_id, number=number))))
                 for call, session_id in streams
             ]
-            await asyncio.wait(writes, timeout=1)  # until the connection takes no more
+            await asyncio.wait(writes, timeout=1)  # The connection takes no more bytes by then.
             server.send_signal(signal.SIGCONT)
             for call, _ in streams:
                 assert (await call.read()).step_reply.number == number

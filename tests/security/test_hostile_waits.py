@@ -23,8 +23,8 @@ from tests.gateway.scene import curl, gateway, script
 from tests.security.gateway_callers import HONEST, HOSTILE, NEEDED, as_many, connect, request, warm_up
 from tests.security.test_hostile_gateway import kinds, others_are_served, routes
 
-HELD = 6  # requests that wait at the worker
-MORE = 7  # further requests, as a multiple of `HELD`
+HELD = 6  # number of requests that wait at the worker
+MORE = 7  # each of the `HELD` requests is sent this many more times
 WITHOUT_BODY = {"/v1/responses/branch_00/cancel"}
 ANSWERS: dict[str, Any] = {
     "Tokenize": pb.TokenizeResponse(token_ids=[1, 2, 3]),
@@ -35,11 +35,11 @@ ANSWERS: dict[str, Any] = {
     "MatchPrefix": allocator_pb2.MatchPrefixResponse(),
     "DropCache": allocator_pb2.DropCacheResponse(),
 }
-MARK, TOKEN = b"hostile", 99  # in the texts and tokens of the hostile caller
+MARK, TOKEN = b"hostile", 99  # The hostile caller's texts contain `MARK`, and its tokens `TOKEN`.
 
 
 class HeldWorker:
-    """A worker that holds the calls of the hostile caller, while it is told to."""
+    """A worker that holds the hostile caller's calls from `hold` to `end`."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self.begun, self._may_end = threading.Semaphore(0), threading.Event()
@@ -141,7 +141,7 @@ def test_whatever_one_caller_waits_for_another_is_served(served: ServerProcess, 
             with ExitStack() as cleanup, others_are_served(served):
                 for named in paths:
                     cleanup.enter_context(sent(served, named, body))
-                    # Requests of the round before may have their places for a moment longer.
+                    # Requests of the previous path may hold their places a moment longer, so this request is repeated.
                     while not worker.begun.acquire(timeout=1):
                         cleanup.enter_context(sent(served, named, body))
                 for named in paths * MORE:

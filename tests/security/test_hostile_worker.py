@@ -27,7 +27,7 @@ from tests.e2e.stack import DEMO
 
 FIRST_TOKEN_S_MAX, LIVENESS_S_MAX, GROWN_MIB_MAX, DRAIN_S = 2.0, 1.0, 256, 5
 HONEST_COUNT = 9
-UNREAD_COUNT, UNREAD_TOKENS = 120, 4_000  # a token has 16 characters
+UNREAD_COUNT, UNREAD_TOKENS = 120, 4_000  # the text of a token has 16 characters
 QUADRATIC = "{% for m in messages %}{% for n in messages %}{{ n.content[:1] }}{% endfor %}{{ m.content }}{% endfor %}"
 
 Attack = Callable[[Client, pb_grpc.WorkerServiceStub, int], object]
@@ -84,7 +84,7 @@ ATTACKS: dict[str, Attack] = {
         )
     ),
 }  # fmt: skip
-# Attacks by one caller that sends many calls at once.
+# Title -> an attack by one caller, which sends many of these calls at once.
 AT_ONCE: dict[str, Attack] = {
     "texts that are too long": lambda _, stub, number: wait_for(
         [stub.Tokenize.future(pb.TokenizeRequest(text="x" * 1_900_000)) for _ in range(150)]
@@ -139,7 +139,8 @@ def served(folder: Path) -> Iterator[LocalStack]:
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[LocalStack]:
     with served(folder) as stack:
-        with Client(stack.worker_address) as client:  # These calls allocate the memory that the worker needs only once.
+        # Before the tests, these calls allocate the memory that the worker allocates only once.
+        with Client(stack.worker_address) as client:
             client.generate("The", max_tokens=2, regex="[a-z]+ b?")
             client.tokenize([{"role": "user", "content": "x"}])
         yield stack
@@ -210,7 +211,7 @@ def assert_served_meanwhile(stack: LocalStack, attack: Attack, *, at_once: int) 
     pid = stack.worker.process.pid
     before = resident_mib(pid)
     with Client(stack.worker_address) as honest, attacked(stack, attack, at_once=at_once):
-        first_token_s(honest)  # By now the attack is running.
+        first_token_s(honest)  # After this first token, the attack is running.
         first_s = sorted(first_token_s(honest) for _ in range(HONEST_COUNT))
         live_s = sorted(liveness_s(stack) for _ in range(HONEST_COUNT))
         grown = resident_mib(pid) - before
@@ -282,7 +283,8 @@ def test_answers_that_nobody_reads_take_a_bounded_memory_and_end(stack: LocalSta
     answers."""
     assert stack.worker is not None
     pid = stack.worker.process.pid
-    options = [("grpc.http2.bdp_probe", 0)]  # Otherwise the caller's gRPC buffers more than the caller reads.
+    # Without this option, the caller's gRPC would buffer more bytes than the caller reads.
+    options = [("grpc.http2.bdp_probe", 0)]
     with Client(stack.worker_address) as honest, grpc.insecure_channel(stack.worker_address, options) as channel:
         (spaces,) = honest.tokenize(" " * 16)
         asked = pb.GenerateRequest(

@@ -25,7 +25,7 @@ WAIT_S = 30.0
 NAMES = (f"fresh/{number}" for number in itertools.count())
 IDS = (f"request {number}" for number in itertools.count())
 
-# Callers with a valid certificate, and the permissions in it.
+# Name of a caller with a valid certificate -> options that give the certificate its permissions.
 PERMITTED = {
     "everything": ["--pool", "*", "--namespace", "*"],
     "nothing": [],
@@ -174,7 +174,7 @@ def get_status(scene: Scene, who: str) -> Any:
 
 
 def get_server_info(scene: Scene, who: str) -> Any:
-    """Returns the answer of the allocator. The worker's must have the same version."""
+    """Returns the answer of the allocator. The worker's answer must have the same version."""
     request = server_pb2.GetServerInfoRequest()
     told = [
         pb_grpc.AllocatorServiceStub(scene.channel(who)),
@@ -272,7 +272,7 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
 
 
 def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Returns a call about the worker's requests or branches. The ids in it do not exist."""
+    """Returns a call about the worker's requests or branches. The ids in the call do not exist."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -283,7 +283,7 @@ def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def routed(scene: Scene, who: str) -> Any:
-    """Asks for the worker of a prompt in `red`. No pool here has one, and callers learn no more than that."""
+    """Asks for the worker of a prompt in `red`. No pool here has a worker, and callers learn no more."""
     try:
         return scene.call(who, "Route", namespace="red", model="m", prompt_token_count=1)
     except grpc.RpcError as error:
@@ -294,8 +294,9 @@ def routed(scene: Scene, who: str) -> Any:
 
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
-UNKNOWN = Reason.BRANCH_UNKNOWN  # Callers without a branch's namespace get this for existing branches, too.
-# Per RPC: the call, the answer to an observer of all pools, and the answer to a caller with another namespace.
+# Callers that may not use a branch's namespace get this reason even though the branch exists.
+UNKNOWN = Reason.BRANCH_UNKNOWN
+# RPC -> the call, the answer to an observer of all pools, and the answer to a caller with another namespace.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
@@ -330,7 +331,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
-# Calls that name no pool. The pools of a caller's certificate do not matter for these calls.
+# These calls name no pool, so they do not depend on the pools in a caller's certificate.
 WITHOUT_POOL = {
     "MatchPrefix",
     "Route",
@@ -340,7 +341,7 @@ WITHOUT_POOL = {
         for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
         if not method.name.endswith(
             ("Adapter", "Adapters", "ListBranches", "ListRequests")
-        )  # These calls concern the worker's own pool.
+        )  # The excluded calls concern the worker's own pool.
     ),
     "health of the allocator",
     "health of the worker",

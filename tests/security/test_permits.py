@@ -119,7 +119,7 @@ def test_a_refused_sequence_may_be_asked_for_in_its_own_namespace(sessions: Sess
     assert grown(machine, side, allocating(1, "")) == [Result.FORBIDDEN]
     assert grown(machine, side, allocating(1, "red")) == [Result.OK]
     step = StepBuilder()
-    step.grow(1, 8)  # A grow names no namespace and needs no permission for one.
+    step.grow(1, 8)  # A grow names no namespace, so it needs no permission.
     assert grown(machine, side, step) == [Result.OK]
     assert live(sessions) == {1: "red"}
 
@@ -161,7 +161,8 @@ def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     fork(step)
-    step.grow(2, 4)  # Judged by its id alone, this grow would create a sequence in the unnamed namespace.
+    # Judged by its sequence id alone, this grow would create a sequence in the unnamed namespace.
+    step.grow(2, 4)
     assert grown(machine, side, step) == [Result.NOT_FOUND]
     assert 2 not in live(sessions)
 

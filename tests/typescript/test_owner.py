@@ -22,7 +22,8 @@ from tests.faults.scene import Proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / "build" / "typescript" / "dist"
-NOT_HERE = 3  # exit status of the build without node, npm or the packages
+# The build exits with this status where node, npm or the packages are missing.
+NOT_HERE = 3
 VOCABULARY = 50_021
 PROMPT = [*range(10, 31)]  # five full blocks and one token
 
@@ -124,7 +125,8 @@ def test_texts_share_their_prefix_and_both_sides_have_the_same_tables(allocator:
         assert shell.ask(admit=PROMPT) == {"text": 1, "matched": 0}
         assert shell.ask(admit=[*PROMPT, 7]) == {"text": 2, "matched": 20}
         assert shell.ask(admit=PROMPT, namespace="other") == {"text": 3, "matched": 0}
-        texts = shell.ask(decode=70)["texts"]  # Decoding passes step 64. The answer to step 64 has a digest.
+        # Decoding passes step 64. The answer to step 64 has a digest, and the owner compares it with its tables.
+        texts = shell.ask(decode=70)["texts"]
         assert texts["1"] == text_of(1, PROMPT, 70)
         assert texts["2"] == text_of(2, [*PROMPT, 7], 70)
         assert texts["3"] == text_of(3, PROMPT, 70)
@@ -159,7 +161,8 @@ def test_what_is_published_is_matched_by_a_call_by_events_and_by_python(allocato
         shell.ask(free=1)
         client.drop_cache("ts")
         assert shell.ask(match=PROMPT) == {"matched": 0}
-        assert shell.ask(admit=[1, 2, 3])["matched"] == 0  # Watchers get the drop with the owner's next step.
+        # Watchers get the drop with the owner's next step, which this admission causes.
+        assert shell.ask(admit=[1, 2, 3])["matched"] == 0
         assert shell.ask(mirror=PROMPT, until=0) == {"matched": 0}
 
 
@@ -190,7 +193,7 @@ def test_texts_go_on_when_the_allocator_is_killed_and_started_anew(tmp_path: Pat
                 assert shell.ask(admit=[*PROMPT, 9]) == {"text": 3, "matched": 20}
                 later = [*range(200, 221)]
                 assert shell.ask(admit=later)["matched"] == 0
-                assert shell.ask(mirror=later, until=20) == {"matched": 20}  # The watch continues, too.
+                assert shell.ask(mirror=later, until=20) == {"matched": 20}  # The watch continues after the kill, too.
                 assert shell.end() == 0
 
 

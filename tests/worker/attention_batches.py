@@ -52,16 +52,16 @@ class Scene:
 
     def __init__(
         self,
-        lengths: list[tuple[int, int]],  # per sequence: number of earlier tokens, number of new tokens
+        lengths: list[tuple[int, int]],  # per sequence: the number of earlier tokens, and the number of new tokens
         *,
         page_size: int = 16,
         heads: int = 4,
         kv_heads: int = 2,
         head_dim: int = 32,
         dtype: torch.dtype = torch.float32,
-        layers_between: int = 0,  # other layers with pages between two pages of this layer
+        layers_between: int = 0,  # number of other layers whose pages lie between two pages of this layer
         latent_dim: int | None = None,
-        shared: list[int] | None = None,  # per sequence: how many first tokens share pages with the previous sequence
+        shared: list[int] | None = None,  # per sequence: first tokens that share pages with the previous sequence
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -87,7 +87,8 @@ async def mix_calls(harness: Harness, folder: Path, dice: random.Random, *, roun
         elif kind < 0.85:
             candidates = [prompt(dice.randrange(1, 9), seed=i) for i in range(dice.randrange(1, 6))]
             found = await branches.score(branch, candidates, "")
-            before = list(branch.tokens)  # read after the call, which may have waited for another call on the branch
+            # `score` may have waited for another call that extends the branch, so the tokens are read only now.
+            before = list(branch.tokens)
             for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
                 assert logprobs == pytest.approx(reference_logprobs(folder, before, candidate), abs=2e-4)
         elif len(alive) > 2:

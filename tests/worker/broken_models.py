@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-UNENCODABLE = "a" * 40 + "b"  # the regular expression below exceeds its limit of backtracking on this text
+# On this text, the regular expression below exceeds the limit of backtracking, so encoding fails.
+UNENCODABLE = "a" * 40 + "b"
 
 
 def poison(folder: Path, token: int) -> None:

@@ -177,7 +177,7 @@ KINDS: dict[str, Callable[[], Backend]] = {
 }  # fmt: skip
 
 
-# Decoders that change texts of several tokens, and know bytes.
+# Decoders that change texts of several tokens and also decode byte tokens.
 OF_TEXTS_AND_BYTES = {
     "bytes_before_single_spaces": bytes_before_single_spaces,
     "byte_level_with_other_words": byte_level_with_other_words,

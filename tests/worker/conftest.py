@@ -18,7 +18,7 @@ from tests.worker.attention_batches import implementation
 
 try:
     import triton
-except ImportError:  # there are no wheels for this platform
+except ImportError:  # Triton has no wheels for this platform.
     triton = None
 
 

@@ -93,7 +93,7 @@ class Output:
     request: Request
     logprobs: list[tuple[TokenLogprobs, ...]]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    scores: list[float | None] = field(default_factory=list)  # scores of beam search's texts
+    scores: list[float | None] = field(default_factory=list)  # the texts' scores, from beam search only
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Played:
         max_tokens: `max_tokens` of each request.
         prompts: the prompts, in order.
         outputs: the first output of each prompt.
-        again: the output of each prompt when all had ended and it was sent again with n=2.
+        again: the output of each prompt when it was sent again, with n=2, after all outputs had ended.
     """
 
     max_tokens: int
@@ -275,9 +275,9 @@ async def running(
         for buffer in drafter.cache.buffers:
             buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
-        buffer.fill_(NAN_BYTE)  # unwritten slots must never be read
+        buffer.fill_(NAN_BYTE)  # a pass that reads an unwritten slot gives NaN
     graphs = None
-    if graph_batch_max:  # imported here, because importing it chooses where kernels run
+    if graph_batch_max:  # imported only here: the import chooses where kernels run
         from quire_worker.execution.decode_graphs import decode_graphs_of
 
         graphs = decode_graphs_of(model, kv_cache, graph_batch_max)

@@ -67,7 +67,7 @@ class Message(NamedTuple):
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Returns its events as plain maps."""
+        """Returns the message's events as plain maps."""
         return msgspec.msgpack.decode(self.payload)[1]
 
 
@@ -75,8 +75,8 @@ class Subscriber:
     """A subscriber that asks for missed messages, as routers do. It reads in the test's thread, within `with`.
 
     Attributes:
-        reader: the blocks that it knows.
-        messages: all messages that it applied, in order.
+        reader: the blocks that the subscriber knows.
+        messages: all messages that the subscriber applied, in order.
         is_live: whether any message came unasked.
     """
 
@@ -97,11 +97,11 @@ class Subscriber:
 
     @property
     def next_number(self) -> int:
-        """Returns the number of the first message that it lacks."""
+        """Returns the number of the first message that the subscriber lacks."""
         return self.messages[-1].number + 1 if self.messages else 0
 
     def read(self) -> None:
-        """Applies the messages that are there, and those before them that were missed."""
+        """Applies the messages that have arrived, and the missed messages before them."""
         while self._socket.poll(0):
             _, number, payload = self._socket.recv_multipart()
             message, self.is_live = Message(int.from_bytes(number, "big"), payload), True
@@ -110,7 +110,7 @@ class Subscriber:
             self._take(message)
 
     def catch_up(self) -> None:
-        """Asks for the messages that it lacks. The first ones come before its subscription has arrived."""
+        """Asks for missing messages: the first messages are sent before the subscription has arrived."""
         for message in self.replayed(self.next_number):
             self._take(message)
 

@@ -84,7 +84,7 @@ class PretendedWorker:
         may_wait: whether commits and frees wait for the next step that a sample needs.
         waited_count: number of turns in which no sample could continue without an answer.
         plan_count: number of steps that were sent before a batch, so that the batch had to wait for the answer.
-        asks: for each step that was sent during a batch, the samples and the number of tokens each needs room for.
+        asks: for each step that was sent during a batch, the samples and the number of tokens each needs blocks for.
         behind_count: number of batches that were planned while the previous one was computed.
     """
 
@@ -116,11 +116,11 @@ class PretendedWorker:
             commit_blocks_max=commit_blocks_max,
             swap_slot_count=swap_slots,
         )
-        # slot -> (tokens by offset, tokens of a state)
+        # slot on the host -> (tokens by offset, tokens that the state has seen)
         self.host: dict[int, tuple[dict[int, int], list[int] | None]] = {}
-        self.states: dict[int, list[int]] = {}  # block -> tokens that its state has seen
+        self.states: dict[int, list[int]] = {}  # block -> tokens that the block's state has seen
         self.asks: list[list[tuple[Sample, int]]] = []
-        self.commit_block_counts: list[int] = []  # committed blocks of each step
+        self.commit_block_counts: list[int] = []  # number of blocks that each step commits
         self._asks_ahead = ahead_tokens is not None
         self.is_silent = False
         self.may_wait = False
@@ -249,7 +249,8 @@ class PretendedWorker:
         for slots, blocks in laid.restores:
             for slot, block in zip(slots, blocks, strict=True):
                 self._fill(block, *self.host[slot])
-        # A sample that ended with the previous token has no token here. The real model would compute the sampled one.
+        # A sample that ended with the previous token has no token here, so `STOP` stands for the token that the real
+        # model would compute.
         tokens = [[*item.sample.tokens, STOP][: item.end] for item in batch.work]
         for item, tables, states, known in zip(batch.work, laid.tables, laid.states, tokens, strict=True):
             if not item.is_restored:

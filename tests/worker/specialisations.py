@@ -52,7 +52,7 @@ class Launches:
             self.keys.add(f"{kernel.__name__} {specialization} {sorted(options.items())}")
 
         triton.runtime.jit.JITFunction.run = run
-        launch.is_interpreted = lambda kernel: True  # accepts CPU tensors, which no launch will read
+        launch.is_interpreted = lambda kernel: True  # The check then accepts CPU tensors. No launch reads them.
 
 
 def serve(model: PagedModel) -> None:

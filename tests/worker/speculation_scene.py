@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.engine_harness import Harness, Output, prompt
 
-# The options cover everything that a token can depend on: earlier tokens, random numbers, the number of tokens.
+# These options cover everything that a token can depend on: earlier tokens, random numbers, the number of tokens.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.4, "seed": 3},

@@ -34,8 +34,8 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
-# Prefix of the class names -> changes to the common configuration. Numbers of layers, groups and heads differ, so that
-# a state fills one page or several, or several states share a page.
+# Prefix of a family's class names -> changes to the common configuration. The families differ in their numbers of
+# layers, groups and heads, so that a state fills one page or several, or several states share a page.
 STATE_FAMILIES: dict[str, dict[str, Any]] = {
     "Bamba": _MAMBA2 | {"num_hidden_layers": 4, "attn_layer_indices": [1]},
     "Jamba": {
@@ -79,7 +79,7 @@ STATE_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Other model types with states; they are served because all of their parts are known.
+# These further model types have states. The worker serves them because it knows all of their parts.
 FURTHER: dict[str, dict[str, Any]] = {
     "KimiLinear": {
         "num_hidden_layers": 4,

@@ -51,7 +51,7 @@ async def test_files_of_an_adapter_that_a_call_loads_are_below_the_folder_too(
         await adapters.load("a", "a")
     assert caught.value.reason is Reason.ADAPTER_UNUSABLE
     (root / "blobs").mkdir()
-    (tmp_path / name).rename(root / "blobs" / "x")  # Hugging Face's cache has this layout
+    (tmp_path / name).rename(root / "blobs" / "x")  # In Hugging Face's cache, files link to `blobs`.
     (root / "a" / name).unlink()
     (root / "a" / name).symlink_to(root / "blobs" / "x")
     assert (await adapters.load("a", "a")).name == "a"

@@ -89,7 +89,7 @@ async def test_mixed_batches_of_several_adapters_and_none_give_the_text_of_each(
 ) -> None:
     """Sends prompts of 1 to 130 tokens twice, so that the second request is a hit in the cache.
 
-    They are prefilled in chunks of at most 64 tokens, in passes with other requests that decode.
+    The prompts are prefilled in chunks of at most 64 tokens, in passes with other requests that decode.
     """
     model = models[name]
     lengths = [1, 20, 33, 130]
@@ -211,7 +211,7 @@ async def test_adapters_come_and_go_while_requests_are_computed(llama: Model, tm
         with pytest.raises(QuireError) as caught:
             harness.submit(tokens, adapter="one", max_tokens=2)
         assert caught.value.reason is Reason.ADAPTER_UNKNOWN
-        # Another adapter under the same name: cached blocks of the first must not be hit.
+        # A second adapter is loaded under the same name. Its requests must not hit cached blocks of the first adapter.
         await engine.adapters.load("one", "two")
         output = await harness.generate(tokens, adapter="one", max_tokens=8)
         assert output.request.usage.cached_token_count == 0

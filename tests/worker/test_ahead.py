@@ -25,7 +25,7 @@ def worker_of(block_count: int, *, ahead_tokens: int, running_max: int = 8) -> P
 
 
 def decoding(worker: PretendedWorker, prompt: list[int], **sampling: int) -> Request:
-    """Returns a request that has computed its prompt, and that has received the blocks it asked for."""
+    """Returns a request that has computed its prompt, and that has received the requested blocks."""
     request = worker.submit(prompt, **sampling)
     worker.turn()
     worker.take_in()
@@ -40,7 +40,7 @@ def test_a_sample_that_decodes_has_room_for_so_many_tokens_and_asks_at_times(
     (prompt,) = lasting_prompts(1, output_tokens=41)
     request = decoding(worker, prompt, max_tokens=41)
     (sample,) = request.samples
-    # Blocks for 20 tokens of the prompt, the next token and the tokens ahead, and one block more.
+    # The sample has blocks for the prompt's 20 tokens, the next token and the tokens ahead, and one more block.
     assert len(sample.tables[0]) == block_count
     for _ in range(20):
         worker.turn()
@@ -55,7 +55,8 @@ def test_a_sample_that_decodes_has_room_for_so_many_tokens_and_asks_at_times(
 def test_nothing_is_asked_for_beyond_what_a_request_may_generate() -> None:
     (prompt,) = lasting_prompts(1, output_tokens=10)
     worker = worker_of(64, ahead_tokens=64)
-    request = decoding(worker, prompt, max_tokens=9)  # there are 29 tokens, but the last one is never computed
+    # The prompt and the text have 29 tokens, and the last token is never computed.
+    request = decoding(worker, prompt, max_tokens=9)
     assert len(request.samples[0].tables[0]) == 7
     worker.run()
     assert request.usage.granted_block_count == 7
@@ -162,7 +163,8 @@ def test_decoding_goes_on_while_others_have_no_room_yet() -> None:
     older = decoding(worker, prompts[0], max_tokens=30)
     newer = worker.submit(prompts[1], max_tokens=30)
     worker.turn()
-    worker.is_silent = True  # no answers from now on; the newer request asks for its second token's block
+    # From now on the allocator does not answer. The newer request has asked for its second token's block.
+    worker.is_silent = True
     for _ in range(14):
         worker.turn()
     assert (older.usage.output_token_count, newer.usage.output_token_count) == (2 + 14, 1)
@@ -203,7 +205,7 @@ def test_a_prompt_is_let_in_on_blocks_that_are_held_ahead_in_one_step() -> None:
     prompts = lasting_prompts(3, output_tokens=30)
     worker = worker_of(20, ahead_tokens=64)
     older = decoding(worker, prompts[0], max_tokens=30)
-    assert worker.pool.blocks.free_count == 20 - 13  # 49 tokens need 13 blocks
+    assert worker.pool.blocks.free_count == 20 - 13  # The 49 computed tokens need 13 blocks.
     newer = worker.submit(prompts[1] + numbers(12), max_tokens=2)
     worker.turn()
     assert newer.samples[0] in worker.scheduler.roster.running
@@ -251,7 +253,8 @@ def test_samples_that_share_a_half_filled_block_copy_it_though_more_was_granted_
     worker.run()
     worker.check_text(request)
     assert worker.pool.copy_count == 2
-    assert request.usage.granted_block_count == 11 + 2 * 6  # 41 tokens are 11 blocks; each fork shares five of them
+    # Each of the three samples has 11 blocks for 41 tokens, and each fork shares five of its blocks.
+    assert request.usage.granted_block_count == 11 + 2 * 6
     assert worker.pool.blocks.free_count == 64
 
 
@@ -345,7 +348,8 @@ def test_a_worker_whose_pool_is_full_asks_for_nobody() -> None:
 def test_nobody_is_let_in_ahead_while_the_prompt_of_another_takes_all_tokens() -> None:
     worker = PretendedWorker(block_count=99, block_size=SIZE, batch_tokens=10, ahead_tokens=8)
     first, second = worker.submit(numbers(45), max_tokens=3), worker.submit(numbers(9, seed=5), max_tokens=3)
-    for _ in range(3):  # at the end 15 tokens of the first prompt are left, more than a turn computes
+    # After three turns, 15 tokens of the first prompt are left. A turn computes at most 10.
+    for _ in range(3):
         worker.turn()
         worker.take_in()
         assert list(worker.scheduler.roster.waiting) == second.samples
@@ -369,7 +373,7 @@ def test_nobody_is_let_in_ahead_on_blocks_that_the_running_will_need() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_room_ahead_costs_nobody_a_place(seed: int) -> None:
-    """Checks turn by turn that the same samples run with and without room ahead, in pools that are too small."""
+    """Checks turn by turn that the same samples run with and without blocks ahead, in pools that are too small."""
     histories = []
     for ahead_tokens in (0, 40):
         dice = random.Random(seed)

@@ -221,7 +221,7 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
     plan = attention.plan(scene.batch, scene.spec)
     plan.append(key, value, scene.pages)
     output = plan.attend(query, scene.pages, scale=0.2).cpu()
-    # The same implementation computes both, so they must be far closer than each must be to the reference.
+    # The same implementation computes both outputs, so they must be far closer to each other than to the reference.
     torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
 
 

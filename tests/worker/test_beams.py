@@ -57,7 +57,7 @@ def found_by_transformers(
 
 
 def found_by_search(folder: Path, tokens: list[int], rule: BeamRule) -> list[Hypothesis]:
-    """Returns the result of our search when transformers' model gives it the likeliest tokens."""
+    """Returns the result of the worker's search, with the likeliest tokens of transformers' model."""
     search, texts, rows = BeamSearch(rule), [tokens], row_count(rule.beam_count, rule.end_token_ids)
     while texts:
         with torch.inference_mode():

@@ -21,7 +21,7 @@ def filled_layers(attention: PagedAttention, dtype: torch.dtype = torch.float32)
     ("sources", "destinations", "blocks"),
     [
         ([0, 4, 0], [1, 3, 5], [0, 0, 2, 4, 4, 0]),
-        ([0, 1, 2], [1, 2, 0], [2, 0, 1, 3, 4, 5]),  # all sources are read before any block is written
+        ([0, 1, 2], [1, 2, 0], [2, 0, 1, 3, 4, 5]),  # a cycle: all sources must be read before any block is written
         ([], [], [0, 1, 2, 3, 4, 5]),
     ],
 )

@@ -130,7 +130,7 @@ async def test_a_stop_token_is_no_part_of_a_branch_and_what_follows_is_as_if_it_
 
 
 async def test_idle_branches_keep_nobody_waiting_and_are_computed_again_when_they_are_used(llama: Path) -> None:
-    stems = [prompt(60, seed=i) for i in range(6)]  # each needs 4 blocks, and the pool has 16
+    stems = [prompt(60, seed=i) for i in range(6)]  # each stem needs 4 blocks, and the pool has 16
     async with running(llama, blocks=16) as harness:
         branches = Branches(harness.engine)
         roots = [await root_of(branches, stem) for stem in stems]
@@ -238,14 +238,14 @@ async def test_usage_counts_blocks_once_whenever_room_ahead_is_given_back(llama:
             for is_settled in (False, True):
                 root = await root_of(branches, prompt(length, seed=length))
                 found = []
-                for stops_at in (7, 8, 7, 7):  # token 7 is drawn at once, token 8 never
+                for stops_at in (7, 8, 7, 7):  # The first token is always 7, so a stop at 8 never happens.
                     sampling = SamplingParams(12, ignore_eos=True, allowed_token_ids=(7,), stop_token_ids=(stops_at,))
                     before = -(-(len(root.tokens) - 1) // BLOCK_SIZE)
                     async with branches.generating(root, sampling, "") as request:
                         while not request.output.is_read:
                             request.output.is_read = (await request.output.deliveries.get()).is_last  # type: ignore[union-attr]
                         if is_settled:
-                            await harness.free_block_count()  # waits for the step that gives room back
+                            await harness.free_block_count()  # waits for the step that frees unused blocks
                         found.append(before + request.usage.granted_block_count)
                         used = -(-(len(request.samples[0].tokens) - 1) // BLOCK_SIZE)
                         assert used <= found[-1] <= used + 1, "the last token has its block, too"
@@ -281,7 +281,7 @@ async def test_a_branch_has_the_priority_and_the_deadline_of_its_call(llama: Pat
 
 
 async def test_a_list_has_the_branches_of_the_callers_namespaces_and_its_ids_only_release_them(llama: Path) -> None:
-    """The ids of a list continue, fork and renew no branch."""
+    """A caller cannot continue, fork or renew a branch with the ids of a list."""
     now_s, ours, theirs = 100.0, permissions_of(["quire://namespace/a"]), permissions_of(["quire://namespace/b"])
     async with running(llama) as harness:
         branches = Branches(harness.engine, clock=lambda: now_s)

@@ -116,7 +116,8 @@ def test_layers_whose_pages_do_not_fit_side_by_side_are_refused() -> None:
 def test_the_longest_sequence_fills_full_attention_and_a_window_only_as_far_as_it_reads() -> None:
     assert KVCache(SPEC, 5).sequence_tokens_max(100) == 5 * 8
     windowed = replace(of(layer(0, window=20)), token_count_max=1_000)
-    # A pass of 16 tokens, and up to 8 to fill a block, read 19 earlier tokens: 43 tokens can span 7 blocks.
+    # A pass computes 16 tokens, up to 8 more tokens fill its last block, and the window reads 19 earlier tokens. The 43
+    # tokens can span 7 blocks.
     assert KVCache(windowed, 7).sequence_tokens_max(16) == 1_000
     assert KVCache(windowed, 6).sequence_tokens_max(16) == 6 * 8
     mixed = replace(of(layer(0), layer(1, window=20)), token_count_max=1_000)

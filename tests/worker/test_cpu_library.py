@@ -81,7 +81,8 @@ def test_without_a_folder_for_libraries_the_reason_says_what_to_set(
     assert "set QUIRE_CACHE to a folder that you can write" in str(library.load())
     for name in ("QUIRE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)  # some containers run as a user that the system does not know
+    # Some containers run as a user that the system does not know, and this user has no home.
+    monkeypatch.setattr(Path, "home", no_home)
     library.load.cache_clear()
     assert "home directory.: set QUIRE_CACHE" in str(library.load())
 
@@ -100,7 +101,8 @@ def test_a_library_that_was_cut_off_is_made_again(cache: Path, size: int) -> Non
     damaged = cache / "copy"
     damaged.write_bytes(data[:size])
     damaged.chmod(0o755)
-    damaged.replace(whole.path)  # replaced, not overwritten, because this process has it loaded
+    # This process has the library loaded, so the file is replaced, not overwritten.
+    damaged.replace(whole.path)
     library.load.cache_clear()
     again = library.load()
     assert isinstance(again, library.Library)

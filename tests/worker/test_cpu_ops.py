@@ -17,7 +17,7 @@ from tests.worker.attention_batches import implementation
 from tests.worker.test_cpu_attention import INSTRUCTION_SETS
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # for results of magnitude 1
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # allowed error of results of magnitude 1
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -75,7 +75,7 @@ def test_heads_are_normalised_and_turned_where_they_lie(
     turned = turned * cosine.double()[:, None] + half * sine.double()[:, None]
     expected = torch.cat([turned, expected[..., rotary_dim:]], dim=-1)
     ops.rotate_(library, heads, cosine, sine, query_heads=query_heads, norms=norms)
-    # With norms, there is a rounding between norm and rotation.
+    # With norms, the kernel also rounds between norm and rotation.
     tolerance = TOLERANCE[dtype] * (3 if has_norms and dtype == torch.bfloat16 else 1)
     torch.testing.assert_close(heads.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(buffer[:, query_heads + kv_heads :], before[:, query_heads + kv_heads :])
@@ -154,7 +154,7 @@ def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Li
         likeliest, flags = choose(logits)
         assert likeliest == logits.argmax(dim=1).tolist()
         assert [*flags] == are_finite(logits).tolist()
-        odd = logits[1::3, vocabulary // 2 :]  # rows with gaps between them that begin at any address
+        odd = logits[1::3, vocabulary // 2 :]  # The rows have gaps between them, and begin at any address.
         assert choose(odd) == (odd.argmax(dim=1).tolist(), bytes(are_finite(odd).tolist()))
 
 
@@ -166,10 +166,10 @@ def peculiar(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
         return int(torch.randint(vocabulary, (1,), generator=generator))
 
     logits = torch.randn(rows, vocabulary, generator=generator)
-    # Bfloat16 has few numbers between 3 and 4, so many logits are equal.
+    # Rounding to bfloat16 makes many logits equal, because bfloat16 has few numbers between 3 and 4.
     logits[: rows // 2] = logits[: rows // 2].bfloat16().float()
-    logits[::4] = logits[::4].round()  # gives zeros of both signs
-    logits[1::4][logits[1::4] > 0.5] = -float("inf")  # tokens that are ruled out
+    logits[::4] = logits[::4].round()  # Rounding gives zeros of both signs.
+    logits[1::4][logits[1::4] > 0.5] = -float("inf")  # as for tokens that are ruled out
     logits[0] = -float("inf")
     logits[0, somewhere()] = -3e38
     logits[1] = -float("inf")

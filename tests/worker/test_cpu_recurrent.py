@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from tests.worker.test_cpu_ops import DTYPES, assert_near, drawn, library
 
-__all__ = ["library"]  # a fixture
+__all__ = ["library"]  # `library` is a fixture
 
 LENGTHS = (5, 1, 2, 1, 9)
 STARTS = torch.tensor([0, 5, 6, 8, 9, 18])

@@ -32,20 +32,21 @@ async def test_who_cannot_be_done_in_time_is_refused_at_the_door_and_others_are_
             harness.submit(prompt(5), time_left_s=500 * pass_s, **sampling)
         assert caught.value.reason is Reason.DEADLINE
         assert not harness.engine.scheduler.roster.has_work
-        # This request may end with its first token, so it is not refused.
+        # Without `ignore_eos`, this request may end with its first token, so the worker does not refuse it.
         kept = harness.submit(prompt(5), time_left_s=500 * pass_s, max_tokens=1000)
         harness.engine.cancel(kept)
 
 
 async def test_who_waits_too_long_is_told_so_and_never_computed(folder: Path) -> None:
-    looks = itertools.count()  # every reading of the clock adds a millisecond, so all passes seem to take equally long
+    # Each reading of the clock adds a millisecond, so all passes seem to take equally long.
+    looks = itertools.count()
     async with running(folder, blocks=12, clock=lambda: next(looks) / 1000) as harness:
         first = harness.submit(prompt(40), max_tokens=120, ignore_eos=True)
         while first.usage.output_token_count < 10:
             await asyncio.sleep(0)
         pass_s = harness.engine.scheduler.roster.pace.pass_s
-        # The late request needs 12 blocks, so it waits for the first. The late request also needs 20 passes, one per
-        # token.
+        # The late request needs all 12 blocks, so it waits until the first request ends. Then it needs 20 passes, one
+        # per token.
         late = harness.submit(prompt(170, seed=1), time_left_s=21 * pass_s, max_tokens=20, ignore_eos=True)
         with pytest.raises(DeadlineExceededError) as caught:
             await harness.collect(late)
@@ -141,7 +142,7 @@ def test_a_pace_is_that_of_the_shortest_pass_and_of_the_largest_prompt() -> None
     pace = Pace()
     assert pace.pass_s == 0
     assert pace.seconds_for(100) is None
-    pace.observe(0, 0.001)  # a pass that computed nothing
+    pace.observe(0, 0.001)  # This pass computed no tokens.
     pace.observe(1, 0.01)
     pace.observe(64, 0.04)
     assert pace.pass_s == 0.01
@@ -150,7 +151,7 @@ def test_a_pace_is_that_of_the_shortest_pass_and_of_the_largest_prompt() -> None
 
 def test_the_rate_of_prompts_is_of_the_latest_passes_that_mostly_computed_prompts() -> None:
     pace = Pace()
-    pace.observe(8, 0.08, sample_count=8)  # a pass of decoding
+    pace.observe(8, 0.08, sample_count=8)  # This pass decoded 8 samples.
     assert pace.prefill_seconds_for(100) == 0
     pace.observe(64, 0.04)
     pace.observe(36, 0.01, sample_count=3)

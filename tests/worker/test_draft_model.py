@@ -174,7 +174,7 @@ def test_a_worker_takes_the_pages_of_its_draft_model_from_the_pool(llama: Path, 
 
 
 def draft_for(draft: Path, model: Path, block_size: int = 16) -> PagedModel | None:
-    """Loads a draft model as the worker does, for a model that was loaded with blocks of that size."""
+    """Loads a draft model as the worker does, for a model with blocks of `block_size` tokens."""
     arguments = ["--model", str(model), "--draft-model", str(draft), "--speculative-tokens", "4"]
     target = paged_model(model) if block_size == 16 else load_model(model, block_size=block_size)
     return load_draft_model(parse_arguments(arguments), target, "cpu")

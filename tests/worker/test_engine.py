@@ -47,7 +47,8 @@ async def test_prompts_of_all_lengths_mixed_in_one_batch_give_the_text_of_transf
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     async with running(folder) as harness:
         tasks = []
-        for tokens in prompts:  # started one after the other, so that prefills and decodes share passes
+        # Requests start one after the other, so that prefills and decodes share passes.
+        for tokens in prompts:
             tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
             await asyncio.sleep(0)
         outputs = await asyncio.gather(*tasks)
@@ -110,7 +111,7 @@ async def test_eight_requests_in_a_pool_that_fits_two_are_preempted_and_finish_w
 ) -> None:
     folder = folders[name]
     prompts = [prompt(40, seed=i) for i in range(8)]
-    async with running(folder, blocks=12) as harness:  # fits two requests: 40 + 56 tokens take six blocks
+    async with running(folder, blocks=12) as harness:  # Two requests fit: each takes six blocks for 40 + 56 tokens.
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
         )
@@ -133,7 +134,7 @@ async def test_a_seed_gives_the_same_text_alone_in_company_and_after_a_preemptio
         crowded = await harness.generate(tokens, n=3, **sampling)
         for request in company:
             await harness.collect(request)
-    async with running(folders["demo"], blocks=8) as harness:  # fewer blocks than the ten that the samples need
+    async with running(folders["demo"], blocks=8) as harness:  # The samples need ten blocks.
         older = asyncio.gather(*(harness.generate(prompt(40, seed=i), max_tokens=30) for i in range(2)))
         await asyncio.sleep(0)
         preempted = await harness.generate(tokens, n=3, **sampling)
@@ -153,7 +154,7 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(f
         await harness.replace_allocator()
         output = await task
         assert await harness.free_block_count() == 512
-    assert output.request.usage.granted_block_count == -(-149 // BLOCK_SIZE)  # no block was granted twice
+    assert output.request.usage.granted_block_count == -(-149 // BLOCK_SIZE)  # No block was granted twice.
     expected = reference_text(folders["llama"], tuple(tokens), 100)
     assert output.tokens[0][: len(expected)] == expected
     assert len(output.tokens[0]) == 100
@@ -212,7 +213,7 @@ async def test_decoding_goes_on_without_an_allocator_for_all_tokens_that_were_gr
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 25:
             await asyncio.sleep(0)
-        before = request.usage.output_token_count  # texts also continue while the allocator stops
+        before = request.usage.output_token_count  # read before the stop, because texts continue during it
         await harness.allocator.stop()
         while request.usage.output_token_count < before + ahead_tokens:
             await asyncio.sleep(0)
@@ -254,7 +255,7 @@ async def test_a_cancelled_request_frees_its_blocks_at_once(folders: dict[str, P
 async def test_a_forward_pass_that_fails_ends_its_requests_alone(folders: dict[str, Path]) -> None:
     async with running(folders["llama"]) as harness:
         broken = harness.submit(prompt(10), max_tokens=5)
-        broken.samples[0].tokens[3] = 10**9  # an id outside the embedding, as if the engine had a defect
+        broken.samples[0].tokens[3] = 10**9  # as if by a defect of the engine, an id outside the embedding
         with pytest.raises(QuireError) as caught:
             await harness.collect(broken)
         assert caught.value.reason is Reason.MODEL_FAILED
@@ -289,7 +290,7 @@ async def test_the_logits_of_a_pass_are_freed_when_it_ends_and_not_when_python_l
         gc.enable()
     assert len(seen) >= 12
     assert not any(alive)
-    assert at_the_end <= 1  # the pass after the last token may already be launched
+    assert at_the_end <= 1  # A pass after the last token may be launched already, and hold its logits.
 
 
 async def test_what_a_failed_forward_pass_did_not_write_is_never_published(folders: dict[str, Path]) -> None:

@@ -125,7 +125,7 @@ async def test_a_result_that_stays_ends_only_who_asks_for_it(
         await company.decoding()
         for seed in range(5):
             bad = [harness.submit(prompt(20, seed=seed), namespace="other", n=2, max_tokens=5) for _ in range(2)]
-            # This request shares the allocator's step with the bad ones.
+            # This request shares the allocator's step with the bad requests.
             good = harness.submit(prompt(25, seed=seed), max_tokens=20, ignore_eos=True)
             for request in bad:
                 await fails(harness, request, reason)
@@ -144,7 +144,7 @@ async def test_a_prompt_that_gives_nan_ends_alone_and_frees_its_blocks(poisoned:
         company = Company(harness, poisoned)
         await company.decoding()
         bad = harness.submit([*prompt(20), POISON, *prompt(5, seed=1)], max_tokens=5)
-        good = harness.submit(prompt(25, seed=2), max_tokens=40, ignore_eos=True)  # shares a pass with the bad one
+        good = harness.submit(prompt(25, seed=2), max_tokens=40, ignore_eos=True)  # shares a pass with `bad`
         await fails(harness, bad, Reason.MODEL_FAILED)
         assert not company.requests[0].is_done
         await company.check()
@@ -186,7 +186,7 @@ async def test_nothing_is_published_of_a_prompt_that_gave_nan_in_an_early_chunk(
 
 
 async def test_pages_full_of_nan_do_no_harm_to_whoever_gets_them_next(poisoned: Path) -> None:
-    async with running(poisoned, blocks=8) as harness:  # so few blocks that every page is reused
+    async with running(poisoned, blocks=8) as harness:  # With so few blocks, every page is reused.
         for turn in range(4):
             bad = harness.submit([POISON, *prompt(100, seed=turn)], max_tokens=5, namespace=str(turn))
             await fails(harness, bad, Reason.MODEL_FAILED)

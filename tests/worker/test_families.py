@@ -24,7 +24,7 @@ from tests.worker.engine_harness import paged_model, prompt, reference_model, re
 from tests.worker.tiny_models import FAMILIES, write_tiny
 
 LENGTHS = [1, 15, 16, 17, 31, 33, 48, 100, 131, 200]
-BLOCKS = 256  # blocks per group
+BLOCKS = 256  # number of blocks per group
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
 ) -> None:
     folder = folders[family]
     prompts = [prompt(1 + i, seed=i) for i in range(4)]
-    # Two requests are admitted, but a window of 24 tokens alone takes three blocks of each.
+    # The pool admits two requests. Later, the window of 24 tokens alone takes three blocks of each request.
     blocks = pool_of(folder, 4)
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
@@ -101,7 +101,7 @@ def test_a_pool_with_less_than_a_block_for_each_group_is_refused_with_what_it_ta
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_of_latent_attention_pages_hold_one_vector_per_token(folders: dict[str, Path], family: str) -> None:
     spec = paged_model(folders[family]).cache_spec
-    # The factors are layers, tokens, dims of latent and rotary part, and bytes of float32.
+    # The factors are layers, tokens of a block, dims (32 of the latent, 8 of the rotary part), and bytes of a float32.
     assert spec.bytes_per_block == len(spec.layers) * 16 * (32 + 8) * 4
 
 
@@ -117,7 +117,8 @@ def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in (TorchAttentionPlan, CpuAttentionPlan):
             monkeypatch.setattr(kind, "attend", forgetful(kind.attend))
-        if option in NOTHING:  # layers that run in one call use the arguments of `attend`, but do not call it
+        # Layers that run in one call do not call `attend`. They take its arguments from `arguments_of`.
+        if option in NOTHING:
             arguments_of = CpuAttentionPlan.arguments_of
             monkeypatch.setattr(
                 CpuAttentionPlan,

@@ -25,8 +25,8 @@ from tests.worker.engine_harness import prompt, reference_model, reference_text,
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Allowed difference of logits from those with plain pages, as a share of their norm, for a model with random weights
-# that are ten times larger than usual. The measured difference is half of this limit.
+# Page format -> allowed difference of logits from logits with plain pages, as a share of the logits' norm. The model's
+# random weights are ten times larger than usual. The measured difference is half of this limit.
 LOGITS_DIFFER_MAX = {"fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 SCALES = Scales(0.5, 0.25)
 
@@ -72,7 +72,7 @@ def test_pages_of_any_format_are_attended_to_as_what_they_hold(
 ) -> None:
     scene = Scene(lengths)
     got = run_stored(scene, attention, stored or torch.float32, is_hnd=is_hnd, window=20)
-    if stored is not None:  # the reference uses the rounded keys that the pages hold
+    if stored is not None:  # The reference uses rounded keys and values, like the pages.
         for numbers, scale in zip((scene.keys, scene.values), SCALES, strict=True):
             numbers[:] = [restored(quantised(own, scale, stored), scale, torch.float32) for own in numbers]
     tolerance = tolerance_of(attention, torch.float32)
@@ -182,7 +182,8 @@ async def test_fp8_is_close_in_logits_and_its_text_depends_on_no_other_request(
     for own in prompts:
         async with running(folder) as harness:
             alone.append((await harness.generate(own, max_tokens=20)).tokens[0])
-    async with running(folder, blocks=40) as harness:  # now in one batch, then from the cache and forked
+    # First all prompts run in one batch, then again with cache hits and two samples each.
+    async with running(folder, blocks=40) as harness:
         outputs = await asyncio.gather(*(harness.generate(own, max_tokens=20) for own in prompts))
         again = await asyncio.gather(*(harness.generate(own, max_tokens=20, n=2) for own in prompts))
     assert [output.tokens for output in outputs] == [[text] for text in alone]
@@ -224,7 +225,7 @@ def test_pages_are_divided_by_the_scales_of_the_checkpoint(folder: Path, tmp_pat
         chunk = Chunk(prompt(16, seed=1), 0, [[1]], needs_logits=True)
         model.forward(build_batch([chunk], groups=model.cache_spec.groups), cache)
         stored.append(cache.layers[0].pages[1].float())
-    # Scaling by powers of two keeps the mantissas, except for subnormals.
+    # Scaling by powers of two keeps the mantissas, so only subnormals may differ.
     factors = torch.tensor([8.0, 2.0]).view(2, 1, 1, 1)
     torch.testing.assert_close(stored[0] * factors, stored[1], rtol=0, atol=8 * 2.0**-10)
 

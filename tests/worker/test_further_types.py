@@ -34,7 +34,7 @@ THREE_TO_ONE: dict[str, Any] = {
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
 }
 
-# Prefix of the class names -> changes to the common configuration.
+# Prefix of a model type's class names -> changes to the common configuration.
 SERVED: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "Arcee": {},
@@ -49,7 +49,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Glm4Moe": EXPERTS,
     "Granite": {},
     "HunYuanDenseV1": {},
-    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},  # reads the dtype of a linear layer's weight
+    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},  # This model reads the dtype of a linear layer's weight.
     "MiniCPM3": {
         "kv_lora_rank": 32,
         "q_lora_rank": 24,
@@ -68,7 +68,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Phimoe": {
         "num_local_experts": 4,
         "sliding_window": 512,
-    },  # This model's window is as long as its context, and the model does not pass the window on.
+    },  # The window is as long as the context, because this model does not pass a window to its attention.
     "Qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "SeedOss": {},
@@ -92,7 +92,7 @@ LLAMA4_VISION = VISION | {
     "pixel_shuffle_ratio": 0.5,
 }
 
-# Models that also read images -> the family of their text model, and the configuration around it.
+# Model that also reads images -> the family of its text model, and the configuration around the text model's.
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3": ("gemma3", {"vision_config": VISION | {"intermediate_size": 32}, "mm_tokens_per_image": 4}),
     "Llama4": ("llama4", {"vision_config": LLAMA4_VISION}),
@@ -134,7 +134,8 @@ def test_logits_equal_those_of_transformers_beyond_every_window(name: str, tmp_p
 def test_of_a_model_that_reads_images_the_text_model_is_served(name: str, tmp_path: Path) -> None:
     family, around = WITH_IMAGES[name]
     _, text_class, own = FAMILIES[family]
-    tokens = {"image_token_index": 317, "boi_token_index": 318, "eoi_token_index": 319}  # the prompt has none of these
+    # The prompt has none of these tokens.
+    tokens = {"image_token_index": 317, "boi_token_index": 318, "eoi_token_index": 319}
     text_config = text_class(**(tiny_shape() | own)).to_dict()
     config = getattr(transformers, f"{name}Config")(text_config=text_config, **around, **tokens)
     model_class: Any = getattr(transformers, f"{name}ForConditionalGeneration")

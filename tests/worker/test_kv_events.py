@@ -66,7 +66,7 @@ def test_the_index_publishes_what_a_naive_twin_has_stored() -> None:
     seed = 7
     dice = random.Random(seed)
     index, reader = Index(0, SIZE, noted_max=1_000), Reader()
-    twin: set[tuple[int, ...]] = {()}  # the prefixes that are stored
+    twin: set[tuple[int, ...]] = {()}  # the stored prefixes
     for event in range(600):
         kind = dice.choices(("store", "remove", "snapshot"), (60, 35, 5))[0]
         if kind == "store":
@@ -242,7 +242,7 @@ async def test_a_dropped_cache_is_removed_and_the_same_prompt_is_stored_again() 
         await harness.free_block_count()
         async with AsyncAllocator(f"127.0.0.1:{harness.allocator.port}") as allocator:
             await allocator.drop_cache("test")
-        await harness.generate(prompt(5), max_tokens=1)  # watchers learn of a drop with the worker's next step
+        await harness.generate(prompt(5), max_tokens=1)  # This request's step tells watchers of the drop.
         await until(subscriber, lambda: reader.blocks == {})
         await harness.generate(tokens, max_tokens=1)
         await until(subscriber, lambda: reader.prompts() == prefixes(tokens))
@@ -353,7 +353,7 @@ async def test_the_end_of_a_worker_clears_its_blocks() -> None:
         await harness.generate(tokens, max_tokens=1)
         await until(subscriber, lambda: prefixes(tokens) <= subscriber.reader.prompts())
         number = 0
-        while not subscriber.is_live:  # Otherwise the subscription may still be on its way.
+        while not subscriber.is_live:  # The subscription may still be on its way.
             number += 1
             await harness.generate(prompt(20, seed=number), max_tokens=1)
             await harness.free_block_count()

@@ -60,7 +60,7 @@ async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers
 async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    behind = threading.Semaphore(0)  # counts passes that were launched behind another one
+    behind = threading.Semaphore(0)  # counts passes that were launched behind another pass
     finish, launch = Runner._finish, Runner._likeliest
     waited: list[bool] = []
 
@@ -78,7 +78,7 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
     monkeypatch.setattr(Runner, "_finish", finished)
     tokens = prompt(20)
     async with running(llama) as harness:
-        harness.engine._plans_beside = True  # as on a GPU, plan even beside a pass for first tokens only
+        harness.engine._plans_beside = True  # as on a GPU: plans also during passes for first tokens
         output = await harness.generate(tokens, max_tokens=40, ignore_eos=True)
     expected = reference_text(llama, tuple(tokens), 40)
     assert output.tokens[0][: len(expected)] == expected
@@ -86,7 +86,7 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
 
 
 async def test_sampled_and_greedy_requests_take_turns_in_one_batch(llama: Path, launched_count: list[int]) -> None:
-    """A pass that samples is computed after the launched passes, and waited for."""
+    """A pass that samples runs after the launched passes, and the engine waits for it."""
     prompts = [prompt(20 + i, seed=i) for i in range(4)]
     async with running(llama) as harness:
         greedy = [asyncio.create_task(harness.generate(each, max_tokens=60, ignore_eos=True)) for each in prompts]

@@ -59,7 +59,7 @@ class Pretended:
         return sample
 
     def parts(self) -> list[Part]:
-        """Returns the next token of every sample, with room ahead in its tables."""
+        """Returns the next token of every sample, with spare blocks in its tables."""
         found = []
         for sample in self.samples:
             for table in sample.tables:
@@ -158,7 +158,7 @@ def test_a_sketch_with_its_blocks_is_what_would_be_laid_out_anew(
             parts.append(part._replace(start=start, tokens=tokens))
         laid_out.sketch([part._replace(tables=[]) for part in parts])
         with monkeypatch.context() as patched:
-            patched.setattr(layouts, "layout_of", None)  # computing a layout from scratch would fail
+            patched.setattr(layouts, "layout_of", None)  # A layout that is computed from scratch would now fail.
             found = laid_out.of(parts)
         assert same(found, layout_of(parts, cache))
 

@@ -1,4 +1,4 @@
-"""The worker's limits are exact: a request at a limit is accepted, and one above it is refused with its reason."""
+"""The worker's limits are exact: a request at a limit is accepted, and a request above it is refused with a reason."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from quire_worker.sampling.params import (
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen
 
-VOCABULARY = 2048  # tokens that the tested model knows
-POOL_TOKENS = 64 * 16  # tokens that fit into the tested worker's pool
+VOCABULARY = 2048  # number of tokens that the tested model knows
+POOL_TOKENS = 64 * 16  # number of tokens that fit into the tested worker's pool
 GENERATE = "/quire.v1.WorkerService/Generate"
 
 
@@ -94,7 +94,7 @@ CASES: dict[str, Case] = {
     ),
     "low priority": (request(priority=-PRIORITY_MAX), request(priority=-PRIORITY_MAX - 1), Reason.BAD_PARAMETER),
     "prompt": (
-        request(tokens=prompt(POOL_TOKENS - 1)),  # leaves room for one generated token
+        request(tokens=prompt(POOL_TOKENS - 1)),  # leaves one slot for a generated token
         request(tokens=prompt(POOL_TOKENS)),
         Reason.PROMPT_TOO_LONG,
     ),
@@ -136,7 +136,7 @@ CASES: dict[str, Case] = {
         Reason.BAD_PARAMETER,
     ),
     "low temperature": (
-        # Rounding to float32 must not bring it below the limit.
+        # The margin keeps the temperature above the limit when it is rounded to float32.
         request(sampling={"temperature": TEMPERATURE_MIN * 1.001}),
         request(sampling={"temperature": TEMPERATURE_MIN * 0.999}),
         Reason.BAD_PARAMETER,
@@ -158,7 +158,7 @@ CASES: dict[str, Case] = {
             ),
             (
                 "low repetition penalty",
-                {"repetition_penalty": REPETITION_PENALTY_MIN},  # accepted although float32 rounds it to slightly less
+                {"repetition_penalty": REPETITION_PENALTY_MIN},  # accepted although float32 rounds the minimum down
                 {"repetition_penalty": REPETITION_PENALTY_MIN * 0.999},
             ),
             ("presence penalty", {"presence_penalty": PENALTY_MAX}, {"presence_penalty": PENALTY_MAX * 1.001}),
@@ -267,6 +267,6 @@ def test_every_limit_of_sampling_has_a_case() -> None:
         "STOP_TOKEN_COUNT_MAX",
         "TEMPERATURE_MAX",
         "TEMPERATURE_MIN",
-        "UINT64_MAX",  # limit of a seed: the range of its field
+        "UINT64_MAX",  # limit of a seed: the largest value of its field
     }
     assert math.log2(params.UINT64_MAX + 1) == 64

@@ -15,7 +15,8 @@ async def test_it_rings_once_at_the_earliest_of_its_times() -> None:
     for later_s in (30.0, 0.05, 0.1):
         timer.set(begun_s + later_s)
     assert begun_s + 0.05 <= await asyncio.wait_for(rung.get(), 20) < begun_s + 20
-    timer.set(begun_s + 0.2)  # the callback sets the timer again when the earlier time has passed
+    # The timer has rung, so the test sets the timer again, as a real callback does.
+    timer.set(begun_s + 0.2)
     assert await asyncio.wait_for(rung.get(), 20) >= begun_s + 0.2
     timer.set(begun_s)
     await asyncio.wait_for(rung.get(), 20)
@@ -32,7 +33,8 @@ async def test_a_loop_that_stood_still_reads_before_it_rings() -> None:
     timer = LoopTimer(ring, time.monotonic)
 
     async def message() -> None:
-        for _ in range(20):  # a call takes several turns of the loop before it is handled
+        # Like a real call, the message takes several turns of the loop before the worker handles it.
+        for _ in range(20):
             await asyncio.sleep(0)
         events.append("read")
 

@@ -85,7 +85,7 @@ class Bench:
         self.lengths: dict[int, int] = {}
 
     def step(self, work: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Computes the next tokens of some sequences in one pass; returns each one's last logits, `[vocabulary]`."""
+        """Computes the next tokens of sequences in one pass; returns each sequence's last logits, `[vocabulary]`."""
         chunks = []
         for sequence, tokens in work.items():
             start = self.lengths.get(sequence, 0)
@@ -99,7 +99,7 @@ class Bench:
 
 
 def assert_logits_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    # Both sides round in every layer and in different orders, not only in attention, and neither is exact.
+    # The tolerance allows for rounding: both sides round in every layer, in different orders, so neither is exact.
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -140,7 +140,7 @@ def test_greedy_text_equals_that_of_generate(folders: dict[str, Path], name: str
     text: dict[int, list[int]] = {length: [] for length in prompts}
     for _ in range(24):
         for length, row in logits.items():
-            text[length].append(1 + int(row[1:].argmax()))  # skips end-of-text, as `min_new_tokens` does
+            text[length].append(1 + int(row[1:].argmax()))  # skips token 0, end-of-text, as `min_new_tokens` does
         logits = bench.step({length: text[length][-1:] for length in prompts})
     for length, prompt in prompts.items():
         assert text[length] == own_greedy_text(folders[name], prompt, 24)

@@ -118,7 +118,7 @@ async def test_it_waits_no_longer_than_a_moment(thread: ModelThread) -> None:
     first, second = submit(thread, one, two)
     one.let_end()
     two.let_end()
-    # The thread must continue without an event from the loop.
+    # The thread must continue although the loop signals nothing.
     found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)
     assert found == [one.result, two.result]
 
@@ -126,7 +126,7 @@ async def test_it_waits_no_longer_than_a_moment(thread: ModelThread) -> None:
 async def test_a_pass_that_finds_the_thread_idle_has_begun_when_its_kernels_do(thread: ModelThread) -> None:
     one = Batch("one", is_behind=False)
     (first,) = submit(thread, one)
-    await thread.begun()  # no pass has reported its kernels yet
+    await thread.begun()  # only yields, because no pass has reported its kernels yet
     one.let_end()
     await asyncio.wait_for(first, WAIT_S)
     two = Batch("two", is_behind=False)
@@ -180,7 +180,7 @@ async def test_one_that_nobody_waits_for_any_more_has_begun_too(thread: ModelThr
     two = Batch("two", is_behind=False)
     (second,) = submit(thread, two)
     second.cancel()
-    two.let_end()  # the thread may have computed it already
+    two.let_end()  # The thread may have computed `two` already.
     await asyncio.wait_for(thread.begun(), WAIT_S)
     assert second.cancelled()
     assert thread._begun_count == 2

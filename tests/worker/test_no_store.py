@@ -23,7 +23,7 @@ from tests.worker.state_models import write_with_states
 from tests.worker.test_families import pool_of
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
-KINDS = ["llama", "gemma3", "Bamba"]  # full attention; with windows; with states
+KINDS = ["llama", "gemma3", "Bamba"]  # full attention, windows, states
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ async def test_preempted_ones_finish_with_the_same_text_and_leave_nothing_that_c
     folders: dict[str, Path],
 ) -> None:
     folder, prompts = folders["llama"], [prompt(40, seed=i) for i in range(8)]
-    async with running(folder, blocks=12) as harness:  # fits two requests
+    async with running(folder, blocks=12) as harness:  # Two requests fit.
         outputs = await asyncio.gather(
             *(computed(harness, tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
         )

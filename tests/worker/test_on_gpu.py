@@ -23,8 +23,8 @@ from tests.worker.tiny_models import FAMILIES, write_tiny, write_tiny_llama, wri
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# Models that can be captured. The list leaves out models with recurrent states (the host moves them), with float32
-# experts (torch picks them on the host), and Gemma-3n (it computes values on the host in each pass).
+# Models that can be captured in a CUDA graph. Three kinds are left out: models with recurrent states (the host moves
+# the states), models with float32 experts (torch picks experts on the host), and Gemma-3n (the host computes values).
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
 LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]
 
@@ -32,7 +32,7 @@ LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]
 def write(name: str, folder: Path) -> Path:
     if name in STATE_FAMILIES:
         return write_with_states(name, folder)
-    if name in FAMILIES:  # kernels need at least 16 dims in the rotary part of latents
+    if name in FAMILIES:  # Kernels need at least 16 rotary dims in latents.
         wider = {"qk_rope_head_dim": 16, "head_dim": 16} if name.startswith("deepseek") else {}
         return write_tiny(name, folder, **wider)
     return {"llama": write_tiny_llama, "qwen3": write_tiny_qwen3}[name](folder)

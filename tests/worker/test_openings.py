@@ -29,7 +29,8 @@ async def test_a_grammar_is_not_asked_before_the_texts_up_to_which_it_leaves_a_t
         async def held(head: str, opening: str) -> tuple[str, int]:
             structure = Structure(StructureKind.GRAMMAR, (head + rules % opening,))
             request = submitted(harness, structure, temperature=0.0, max_tokens=40)
-            asked.clear()  # forgets masks that were requested while the grammar was compiled
+            # Masks that were requested while the grammar was compiled do not count.
+            asked.clear()
             return (await harness.collect(request)).texts[0], len(asked)
 
         head = '%%llguidance {"x-free-until": ["%s"]}\n'

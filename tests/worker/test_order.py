@@ -121,7 +121,7 @@ def test_namespaces_that_all_wait_are_served_alike(seed: int) -> None:
     served = dict.fromkeys(names, 0)
     longest = 0
     for number in range(400):
-        # Number of waiting requests per namespace; even one is enough.
+        # Each namespace always has 8, 3 or 1 waiting requests. One waiting request is enough for an equal share.
         for name, weight in zip(names, (8, 3, 1), strict=False):
             waiting[name] = [each for each in waiting[name] if not each.is_done]
             while sum(not each.admitted for each in waiting[name]) < weight:
@@ -130,7 +130,8 @@ def test_namespaces_that_all_wait_are_served_alike(seed: int) -> None:
                 longest = max(longest, len(prompt) + OUTPUT_TOKEN_COST * 25)
         worker.turn()
         served = {name: worker.scheduler.roster.shares.counter(name) for name in names}
-        # While a counter lags, its namespace may get all running places, and is charged for their tokens only later.
+        # The namespace with the lowest counter may start up to `running_max` requests. Their tokens are charged only
+        # later.
         assert max(served.values()) - min(served.values()) <= (worker.scheduler.running_max + 1) * longest
     assert min(served.values()) > 10 * longest, "the bound means something by now"
 
@@ -199,7 +200,7 @@ class World:
 
 
 def passed_heads(worker: PretendedWorker) -> Iterator[int]:
-    """Yields the numbers of requests that a running one has passed."""
+    """Yields the numbers of requests that a running request has passed."""
     for sample in worker.scheduler.roster.running:
         if sample.passed is not None:
             yield sample.passed.request.number
@@ -213,7 +214,8 @@ def test_a_head_that_is_passed_starts_in_the_turn_in_which_it_would_have_without
     world = World(seed)
     depth = admission.DEPTH
     worker, requests = world.play(turns=0)
-    expected: dict[int, int] = {}  # request -> the turn in which it starts if no request passes it from now on
+    # Request -> the turn in which the request starts, if no later request passes it from now on.
+    expected: dict[int, int] = {}
     for turn in itertools.count():
         world.arrive(worker, requests, turn)
         if turn > 60 and not worker.scheduler.roster.has_work:
@@ -260,7 +262,7 @@ def test_short_ones_do_not_wait_for_a_head_with_blocks_free(seed: int, is_pipeli
     prompts = lasting_prompts(2, output_tokens=80)
     long = worker.submit(prompts[0], max_tokens=80)
     worker.turn()
-    head = worker.submit(numbers(240, seed=seed), max_tokens=4)  # needs all blocks but four
+    head = worker.submit(numbers(240, seed=seed), max_tokens=4)  # The head needs all blocks but four.
     short = [worker.submit(numbers(3, seed=seed + i), max_tokens=4) for i in range(1, 7)]
     waited = 0
     while not all(request.is_done for request in short):
@@ -280,7 +282,8 @@ def test_a_long_request_passes_the_head_if_it_needs_no_more_than_the_blocks_that
     worker = PretendedWorker(block_count=40, block_size=4, batch_tokens=256)
     running = worker.submit(lasting_prompts(1, output_tokens=5)[0], max_tokens=5)
     worker.turn()
-    head = worker.submit(numbers(144, seed=1), max_tokens=2)  # 36 blocks, and one for the next token: 3 remain
+    # The head needs 36 blocks for its prompt and one block for its next token, so 3 of the 40 blocks remain.
+    head = worker.submit(numbers(144, seed=1), max_tokens=2)
     later = worker.submit(numbers(3, seed=2), max_tokens=max_tokens)
     while not running.is_done:
         worker.turn()
@@ -294,7 +297,8 @@ def test_a_long_request_passes_the_head_if_it_needs_no_more_than_the_blocks_that
 def test_everybody_ends_in_pools_from_one_request_up(seed: int) -> None:
     print(f"QUIRE_SEED={seed}")
     dice = random.Random(seed)
-    size, block_count = dice.choice([1, 2, 4, 16]), 4 + seed % 12  # the smallest pool holds only one request
+    # The smallest pools hold only one request.
+    size, block_count = dice.choice([1, 2, 4, 16]), 4 + seed % 12
     worker = PretendedWorker(
         block_count=block_count,
         block_size=size,

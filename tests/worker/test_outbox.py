@@ -18,7 +18,7 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.output import Delivery, FinishReason
 from quire_worker.scheduling.request import Request, Sample
 
-NEVER_S = 1e6  # longer than any test
+NEVER_S = 1e6  # This interval is longer than any test.
 TEXT = "for name in names:"
 
 
@@ -136,7 +136,7 @@ async def test_of_a_request_that_was_cancelled_nothing_is_delivered(tokenizer: T
 
 
 EMPTY_UNREAD = DELIVERY_BYTES + sys.getsizeof("")
-TOKEN_UNREAD = EMPTY_UNREAD + TOKEN_BYTES + 1  # unread bytes of a token of one character
+TOKEN_UNREAD = EMPTY_UNREAD + TOKEN_BYTES + 1  # unread bytes of one token whose text has one character
 
 
 class Unread:
@@ -168,7 +168,7 @@ async def test_the_request_that_has_most_unread_ends_and_all_of_it_is_given_back
     idle, reading = scene.request(), scene.request()
     for _ in range(2):
         await scene.note(idle)
-    for _ in range(9):  # each token is read before the next comes
+    for _ in range(9):  # Each token is read before the next token comes.
         await scene.note(reading)
         assert isinstance(await scene.outbox.next_delivery(reading), Delivery)
     assert scene.ended == [(idle, Reason.LIMIT)]
@@ -217,7 +217,7 @@ async def test_logprobs_count_before_they_are_delivered_and_once_where_they_come
     finish(request.samples[0])
     outbox.note(request.samples[0], [])
     await outbox.next_delivery(request)
-    tokens = TOKEN_BYTES + PLACE_BYTES  # the token of its prompt, and its place in the sample
+    tokens = TOKEN_BYTES + PLACE_BYTES  # bytes of the prompt's token, and of the index of the sample's token
     assert request.output.unread_bytes == EMPTY_UNREAD + tokens, "a request that has ended keeps them"
 
 

@@ -61,7 +61,7 @@ def test_samples_that_are_held_to_their_end_have_a_limit_of_logprobs_that_names_
     most = HELD_LOGPROB_VALUES_MAX // 64 // 21
     best = SamplingParams(best_of=64, logprobs=20, max_tokens=1 << 30)
     check_logprobs(best, 10, 10 + most)
-    # These logprobs are sent as they are computed, so there is no limit.
+    # Without `best_of`, logprobs are sent as they are computed, so there is no limit.
     check_logprobs(SamplingParams(n=64, logprobs=20, max_tokens=1 << 30), 10, 1 << 20)
     what = r"best_of: 64 samples of 1,561 tokens with 21 logprobs each have 2,097,984 values, .* at most 2,097,152"
     with pytest.raises(QuireError, match=what) as refused:

@@ -11,7 +11,7 @@ from quire_worker.scheduling.slots import CacheWish
 
 from tests.worker.pretended_worker import PretendedWorker, numbers
 
-STATE = GroupSpec(GroupKind.STATE, 1024)  # has checkpoints only at boundaries
+STATE = GroupSpec(GroupKind.STATE, 1024)  # a group with checkpoints only at boundaries
 SHARED = numbers(64, seed=99)
 
 
@@ -26,7 +26,7 @@ def prompt(user: int) -> list[int]:
 
 
 def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_third_hits() -> None:
-    states = (STATE,) * 24  # with this many states, prompts of six blocks have no early end
+    states = (STATE,) * 24  # With 24 states, prompts of six blocks have no early end.
     worker = PretendedWorker(block_count=200, block_size=16, batch_tokens=256, groups=(full(16), *states))
     cached = []
     for user in range(3):
@@ -65,7 +65,8 @@ def test_who_goes_on_from_an_answer_hits_soon_before_its_end() -> None:
     worker.check_text(request)
     text = request.samples[0].tokens
     assert len(text) == 146
-    # The prompt's last boundary is 80 and the next one would be 176, but the answer has a checkpoint at its end, 144.
+    # The prompt's last boundary is token 80, and the next boundary would be token 176. The answer has a checkpoint at
+    # its end, token 144.
     again = worker.submit([*text, *numbers(20, seed=9)], max_tokens=3)
     worker.run()
     worker.check_text(again)
@@ -85,8 +86,8 @@ def test_a_long_prompt_is_cut_at_its_early_end_and_the_first_to_part_from_it_beh
         worker.run()
         worker.check_text(request)
         cached.append((request.usage.cached_token_count, ends))
-    # The first prompt's early end is at 256: its end is 304, and 38 before is 266. The second prompt has only one new
-    # block behind its junction, so it has no early end.
+    # The first prompt's end is at 304. Its early end lies an eighth (38 tokens) earlier, at 266, rounded down to 256.
+    # The second prompt has only one new block behind its junction, so it has no early end.
     assert cached == [(0, [256, 304, 320]), (256, [288, 304, 320])]
 
 
@@ -136,7 +137,8 @@ def test_with_states_every_text_is_what_it_is_without(seed: int, ahead_tokens: i
 
 
 def test_a_pass_that_is_too_long_for_the_pool_is_made_smaller_and_nobody_is_preempted() -> None:
-    # 40 tokens take 10 blocks of full attention. In one pass the window takes 10 more, in small passes only 3 to 5.
+    # 40 tokens take 10 blocks of full attention. The window takes 10 more blocks in a single pass, but only 3 to 5
+    # blocks in small passes.
     window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=8)
     groups = (full(4), window)
     worker = PretendedWorker(block_count=15, block_size=4, batch_tokens=64, groups=groups, sequence_tokens_max=60)
@@ -154,9 +156,10 @@ def test_who_has_ended_keeps_room_behind_what_it_commits_so_that_no_checkpoint_i
     while len(sample.tokens) < 32:
         worker.turn()
     assert sample.granted > 32
-    sample.computed = 32  # The next pass has also computed the token that ended the sample.
+    sample.computed = 32  # as if the next pass had also computed the sample's last token
     worker.scheduler.roster.finish(sample, FinishReason.STOP)
-    worker.submit(numbers(150, seed=2), max_tokens=1)  # This request makes others give back their room ahead.
+    # This request makes other requests give back the blocks that they hold ahead.
+    worker.submit(numbers(150, seed=2), max_tokens=1)
     plan = worker.scheduler.plan()
     assert sample in [commit.sample for commit in plan.commits]
     assert sample.granted > 32

@@ -11,7 +11,7 @@ from quire.local import LocalStack
 from quire_worker.process.pool_policy import quota
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-PROMPT = list(range(10, 100))  # 5 full blocks of 16 tokens
+PROMPT = list(range(10, 100))  # 5 full blocks of 16 tokens, and 10 tokens
 
 
 def test_the_allocator_enforces_the_quota_and_the_policy_of_a_worker() -> None:
@@ -43,7 +43,7 @@ def test_a_request_beyond_the_quota_of_what_is_held_is_refused_and_others_are_se
     ):
         with pytest.raises(ResourceExhaustedError, match="quota") as refused:
             client.generate(PROMPT, namespace="small", max_tokens=1)
-        with pytest.raises(ResourceExhaustedError, match="quota"):  # The request reaches the limit while it decodes.
+        with pytest.raises(ResourceExhaustedError, match="quota"):  # This request reaches the quota while it decodes.
             client.generate(PROMPT[:20], namespace="small", max_tokens=200, ignore_eos=True)
         assert len(client.generate(PROMPT[:10], namespace="small", max_tokens=4).samples[0].token_ids) == 4
         assert client.generate(PROMPT, namespace="large", max_tokens=1).samples

@@ -67,7 +67,7 @@ async def test_quantised_weights_give_transformers_text(folders: dict[str, Path]
 def test_the_kernels_of_a_cpu_leave_quantised_layers_as_they_are(folders: dict[str, Path], kind: str) -> None:
     module: Any = load_model(folders[kind]).module
     assert type(module.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
-    assert type(module.lm_head) is Linear  # torchao has not quantized the head
+    assert type(module.lm_head) is Linear  # torchao leaves the head as it is.
 
 
 def test_without_torchao_the_error_names_it(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

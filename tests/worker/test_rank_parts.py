@@ -135,6 +135,6 @@ def test_ranks_on_loopback_follow_no_inherited_interface(tmp_path: Path, monkeyp
     assert seen == [dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     elsewhere = RankIdentity(0, 2, 0, 1, tmp_path / "nowhere", is_on_loopback=False)
-    with pytest.raises(RankLostError):  # where another network was requested, that network is used
+    with pytest.raises(RankLostError):  # The crew uses the network interface that the variable names.
         Crew(elsewhere, device=torch.device("cpu"), timeout_s=1.0)
     assert seen[1]["GLOO_SOCKET_IFNAME"] == "eth0"

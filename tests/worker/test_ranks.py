@@ -107,14 +107,15 @@ def split_modules(model: PagedModel) -> Counter[str]:
 ATTENTION, MLP, EXPERTS, SHARED = "self_attn", "mlp", "experts", "shared_experts"
 
 
-# The number of split modules by name, and the KV heads of one rank: half of them, or the only one.
+# `parts` counts the split modules by name. `kv_heads` counts the KV heads of one rank: half of the model's, or its only
+# KV head.
 @pytest.mark.parametrize(
     ("name", "parts", "kv_heads"),
     [
         ("llama:4", {ATTENTION: 2, MLP: 2}, 2),
         ("llama:1", {ATTENTION: 2, MLP: 2}, 1),
         ("gemma2", {ATTENTION: 4, MLP: 4}, 1),
-        # Two MLPs of Gemma-3n select the largest of all elements, so they are not split.
+        # Two MLPs of Gemma-3n select the largest of all elements, so these MLPs are not split.
         ("gemma3n", {ATTENTION: 6, MLP: 4}, 1),
         ("gpt_oss", {ATTENTION: 4, EXPERTS: 4}, 1),
         ("llama4", {ATTENTION: 4, EXPERTS: 2, "shared_expert": 2, "feed_forward": 2}, 1),
@@ -171,13 +172,13 @@ async def test_a_pass_that_fails_on_one_rank_is_tried_again_in_parts_on_both(
 
 async def test_half_precision_is_added_up_and_rewritten_modules_add_up_too(pair: Pair, tmp_path: Path) -> None:
     folder = write("llama:2", tmp_path)
-    async with pair.running(folder, dtype="bfloat16") as harness:  # loading compares logits with transformers'
+    async with pair.running(folder, dtype="bfloat16") as harness:  # Loading compares the logits with transformers'.
         output = await harness.generate(prompt(40), max_tokens=8, ignore_eos=True)
         names = {type(part).__name__ for part in harness.engine.model.module.modules()}
     assert len(output.tokens[0]) == 8
     if isinstance(load(), Library):
         assert {"MergedAttention", "GatedMlp"} <= names
-        assert "Decoder" not in names  # the decoder does not sum over ranks
+        assert "Decoder" not in names  # The CPU's decoder cannot sum over ranks.
 
 
 def test_a_part_that_is_wrong_is_found_at_load(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

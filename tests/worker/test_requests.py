@@ -34,7 +34,7 @@ class Scene(NamedTuple):
     """A worker, and a client that calls it."""
 
     client: AsyncClient
-    asks_as: list[Permissions]  # the caller's permissions; empty: none are checked
+    asks_as: list[Permissions]  # the caller's permissions; if empty, the worker checks none
 
 
 @asynccontextmanager
@@ -75,7 +75,8 @@ async def started(scene: Scene, request_id: str, **options: Any) -> asyncio.Task
 async def test_a_list_says_who_runs_who_waits_and_why_and_a_cancelled_one_leaves(folder: Path) -> None:
     async with served(folder, running_max=1) as scene:
         first = await started(scene, "first", namespace="a")
-        # Waits for the first token: requests that share the prefix would wait while the prompt is computed.
+        # Waits for the first token. Until then, requests with the same prefix would wait, because the prompt is being
+        # computed.
         while (await scene.client.requests("first"))[0].output_token_count == 0:
             pass
         assert (await scene.client.requests("first"))[0].state is RequestState.RUNNING
@@ -173,7 +174,7 @@ async def test_each_request_is_one_line_of_numbers_when_it_ends(folder: Path) ->
 def test_a_share_of_requests_is_chosen_by_their_ids_and_errors_are_all_there() -> None:
     ids = [f"request-{number}" for number in range(1_000)]
     with structlog.testing.capture_logs() as lines:
-        for _ in range(2):  # once as the gateway and once as the worker
+        for _ in range(2):  # The gateway and the worker have a log each.
             log = RequestLog(rate_of("0.25"), clock=lambda: 0.0)
             for each in ids[:400]:
                 log.ended(each, dict, error="")

@@ -77,7 +77,7 @@ LATE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
-# Family -> its model, and how often each rewrite must apply to it.
+# Family -> the family's model, and how often each rewrite must apply to this model.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)), LAYERS + Counter(LinearRewrite=1)),
     "llama, tied": (lambda: LlamaForCausalLM(LlamaConfig(**TIED)), LAYERS + Counter(TiedHead=1)),
@@ -103,7 +103,8 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
         ),
         LAYERS + Counter(LinearRewrite=1),
     ),
-    # Queries have a temperature from position 32 on, but modules are compared on fewer tokens.
+    # From position 32 on, Ministral's queries have a temperature. Modules are compared on fewer tokens, so the
+    # temperature has no effect.
     "ministral": (lambda: Ministral3ForCausalLM(Ministral3Config(**SHAPE, rope_parameters=LATE)), WITHOUT_ATTENTION),
     # OLMo clips elements of queries and keys, but none of these elements reaches the limit.
     "olmo": (
@@ -113,13 +114,13 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     # Gemma's activation is an approximate GELU, and its norms multiply by 1 + weight. Gemma's embedding is scaled, so
     # the embedding and the head that shares its weights are not replaced.
     "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**TIED)), LAYERS),
-    # This model's activation is the exact GELU, so its layers stay, and the three products of each layer are packed
-    # separately.
+    # This model's activation is the exact GELU, so its MLPs and decoder layers are not replaced. The three products of
+    # each MLP are packed separately.
     "llama, exact gelu": (
         lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")),
         Counter(AttentionRewrite=2, LinearRewrite=7, NormRewrite=5),
     ),
-    # This model reads the device of its embedding's weight before any lookup.
+    # Before any lookup, Llama 4 reads the device of its embedding's weight.
     "llama4, tied": (
         lambda: Llama4ForCausalLM(Llama4TextConfig(**TIED, num_local_experts=2, intermediate_size_mlp=96)),
         Counter(TiedHead=1, NormRewrite=5, LinearRewrite=12),
@@ -139,7 +140,7 @@ def needs_the_kernels() -> None:
 
 
 def folder_of(family: str, tmp_path: Path) -> Path:
-    """Writes a checkpoint with random norms and biases instead of the initial ones and zeros."""
+    """Writes a checkpoint with random norms and biases. Initially all norms are 1 and all biases 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FAMILIES[family][0]()
@@ -190,7 +191,7 @@ def test_every_family_is_rewritten_as_far_as_it_fits_and_keeps_its_logits(family
     folder = folder_of(family, tmp_path)
     model, counts = load_counted(folder)
     assert counts == FAMILIES[family][1]
-    # Both sides round in every layer, in different orders.
+    # The tolerance allows for rounding: both sides round in every layer, in different orders.
     torch.testing.assert_close(logits_of(model), logits_of(load_untouched(folder)), rtol=1e-4, atol=1e-4)
 
 

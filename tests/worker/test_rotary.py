@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on a request's length: mixed batches give the text of `generate` for each alone."""
+"""Rotary frequencies that depend on a request's length: a mixed batch gives each request's text by `generate`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
 }
-# Lengths around the limit and far from it. With 40 more tokens, prompts of 32 tokens or more cross the limit.
+# Lengths of prompts around the limit of 64 and far from it. With their 40 generated tokens, prompts of 32 tokens or
+# more cross the limit.
 LENGTHS = [1, 17, 32, 48, 63, 64, 65, 66, 80, 130, 200]
 MORE = 40
 
@@ -92,7 +93,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def text_alone(folder: Path, tokens: list[int]) -> tuple[int, ...]:
     """Returns the text of a fresh model, because a longer earlier request would leave its frequencies behind."""
     with torch.no_grad():
-        reference_model(folder)(torch.tensor([[1]]))  # resets the frequencies
+        reference_model(folder)(torch.tensor([[1]]))  # A short request resets the frequencies.
     return reference_text(folder, tuple(tokens), MORE)
 
 
@@ -134,8 +135,9 @@ async def test_preempted_requests_are_rotated_as_before(folders: dict[str, Path]
     assert [output.tokens[0] for output in outputs] == [text_alone(folder, tokens) for tokens in prompts]
 
 
-# Tokens found in the cache by consecutive prompts of 64, 64, 100, 100 and 150 tokens with a common beginning. With some
-# models, the first two requests recompute their keys beyond 64 tokens; with others, each length has keys of its own.
+# `hits` are the cached tokens that consecutive prompts of 64, 64, 100, 100 and 150 tokens find. The prompts have a
+# common beginning. With some models, the first two requests recompute their keys beyond 64 tokens. With other models,
+# each length needs different keys.
 @pytest.mark.parametrize(
     ("name", "hits"),
     [
@@ -172,7 +174,7 @@ async def texts_of(folder: Path) -> list[tuple[int, ...]]:
 
 
 def batch_lengths(patch: pytest.MonkeyPatch) -> None:
-    """Makes all requests of a batch use the frequencies of the longest."""
+    """Makes all requests of a batch use the frequencies of the longest request."""
     patch.setattr(TokenLengths, "of_pass", property(lambda _: None, lambda *_: None), raising=False)
 
 

@@ -83,7 +83,7 @@ def test_drawn_frequencies_follow_the_probabilities() -> None:
     assert not observed[expected == 0].any()
     wanted = expected[expected > 0] * draw_count
     chi_square = ((observed[expected > 0] - wanted) ** 2 / wanted).sum().item()
-    assert chi_square < 20.5  # 5 degrees of freedom, p = 0.001
+    assert chi_square < 20.5  # limit for 5 degrees of freedom and p = 0.001
 
 
 def test_greedy_takes_the_largest_and_leaves_the_generator_alone() -> None:

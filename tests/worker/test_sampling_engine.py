@@ -18,7 +18,7 @@ from tests.worker.engine_harness import Output, prompt, reference_model, running
 from tests.worker.tiny_models import write_tiny_llama
 
 DEMO = Path("models/demo")
-# The options make a reply depend on everything possible: counts of tokens, single logits, random numbers.
+# These options make a reply depend on everything possible: counts of tokens, single logits, random numbers.
 DRAWN: dict[str, Any] = {
     "max_tokens": 30,
     "temperature": 1.1,
@@ -73,7 +73,7 @@ async def test_seeded_text_is_the_same_alone_in_a_full_batch_and_when_preempted(
     tokens = prompt(30, seed=1)
     async with running(folder) as harness:
         alone = await harness.generate(tokens, seed=5, n=2, **DRAWN)
-    async with running(folder, blocks=24, running_max=32) as harness:  # too few blocks for all requests
+    async with running(folder, blocks=24, running_max=32) as harness:  # With so few blocks, requests are preempted.
         dice = random.Random(2)
         others = [
             harness.generate(prompt(dice.randrange(1, 60), seed=seed), seed=seed, **{**DRAWN, "max_tokens": 40})
@@ -112,7 +112,8 @@ async def test_counts_and_random_numbers_outlive_the_allocator(folder: Path) -> 
 async def test_logprobs_of_prompt_and_text_are_those_of_transformers(folder: Path, batch_tokens: int) -> None:
     tokens, ignoring = prompt(70, seed=3), {"max_tokens": 9, "ignore_eos": True}
     async with running(folder, batch_tokens=batch_tokens) as harness:
-        # Caches the prompt. The prompt's tokens must be computed again for their logprobs.
+        # This request caches the prompt. The next request must compute the prompt's tokens again, because it asks for
+        # their logprobs.
         await harness.generate(tokens, **ignoring)
         options = {
             "logprobs": 3,
@@ -222,7 +223,7 @@ async def test_a_pass_of_simple_requests_is_waited_for_once(folder: Path, monkey
         monkeypatch.setattr(harness.engine._runner, "compute", count_passes)
         monkeypatch.setattr(torch.Tensor, "tolist", counted)
         await asyncio.gather(
-            harness.generate(prompt(150, seed=1), max_tokens=20, ignore_eos=True),  # its prompt takes three chunks
+            harness.generate(prompt(150, seed=1), max_tokens=20, ignore_eos=True),  # The prompt takes three chunks.
             harness.generate(prompt(5, seed=2), max_tokens=20, ignore_eos=True, temperature=0.8, top_k=9, n=2),
         )
         monkeypatch.undo()

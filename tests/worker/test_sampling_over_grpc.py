@@ -26,7 +26,7 @@ def test_logprobs_of_text_and_prompt_come_with_their_tokens(client: Client) -> N
     generation = client.generate(TEXT, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     (sample,) = generation.samples
     assert [each.token_id for each in sample.logprobs] == list(sample.token_ids)
-    for each in sample.logprobs:  # greedy: the chosen token is the likeliest
+    for each in sample.logprobs:  # Greedy sampling chooses the likeliest token.
         assert each.top[0] == (each.token_id, each.logprob)
         assert len(each.top) == 2
     assert len(generation.prompt_logprobs) == generation.usage.prompt_token_count - 1
@@ -53,7 +53,7 @@ def test_the_best_samples_keep_to_a_choice(client: Client) -> None:
 def test_the_same_parameters_are_the_same_again_and_wrong_ones_wrong_again() -> None:
     for _ in range(2):
         assert sampling_of(pb.SamplingParams(max_tokens=7, temperature=1.5), 300) == SamplingParams(7, 1.5)
-        # The option is valid only for a model with this vocabulary.
+        # A bias for token 299 is valid only if the model has at least 300 tokens.
         for vocabulary, biases in ((300, {299: 1.0}), (299, None)):
             message = pb.SamplingParams(logit_bias_token_ids=[299], logit_bias=[1.0])
             if biases is None:

@@ -90,7 +90,7 @@ def test_samples_share_the_prompt_and_copy_only_its_last_block() -> None:
     request = worker.submit(numbers(10), max_tokens=2, n=4)
     worker.run()
     worker.check_text(request)
-    # The prompt has three blocks. Each fork that lived past its first token copied the half-filled third block.
+    # The prompt has three blocks. Each fork that did not end with its first token copied the half-filled third block.
     living = sum(len(expected_output(request.prompt, i, 2, 256)[0]) > 0 for i in range(1, 4))
     assert worker.pool.copy_count == living
     assert request.usage.granted_block_count == 3 + living
@@ -110,7 +110,7 @@ def test_a_sample_that_ends_with_its_first_token_still_gives_its_blocks_to_its_f
 
 def test_eight_requests_in_a_pool_that_fits_two_all_finish() -> None:
     worker = PretendedWorker(block_count=12, block_size=4, batch_tokens=16)
-    requests = [worker.submit(numbers(5, seed=i), max_tokens=19) for i in range(8)]  # each has six blocks at the end
+    requests = [worker.submit(numbers(5, seed=i), max_tokens=19) for i in range(8)]  # six blocks each at the end
     worker.run()
     for request in requests:
         worker.check_text(request)
@@ -259,7 +259,8 @@ def test_after_the_allocator_forgot_everything_the_same_text_comes() -> None:
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=16)
     requests = [worker.submit(numbers(9, seed=i), max_tokens=20, n=2) for i in range(3)]
     worker.turn()
-    while not worker.scheduler.plan().has_to_be_sent:  # the last plan counts as sent, but gets no answer
+    # The last plan counts as sent, but the allocator never answers it.
+    while not worker.scheduler.plan().has_to_be_sent:
         worker.turn()
     worker.pool = Pool(worker.pool.spec)
     worker.scheduler.forget_blocks()
@@ -311,7 +312,7 @@ SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range
 @pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int, is_pipelined: bool) -> None:
-    print(f"QUIRE_SEED={seed}")  # replays this history
+    print(f"QUIRE_SEED={seed}")  # With this seed, the test replays the history.
     dice = random.Random(seed)
     size, windowed = dice.choice([1, 2, 4, 16]), (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
     groups = [GroupSpec(dice.choice(windowed), size, dice.randint(1, 5 * size)) for _ in range(dice.choice([0, 1, 3]))]

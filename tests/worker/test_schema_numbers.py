@@ -129,7 +129,7 @@ def test_no_number_beyond_random_bounds_is_allowed(grammars: Grammars, tokenizer
 
 
 def test_a_grammar_in_llguidances_json_form_is_refused(grammars: Grammars) -> None:
-    """Its schemas would not be checked."""
+    """The worker would not check the schemas in such a grammar."""
     inner = LLMatcher.grammar_from_json_schema('{"const": 9007199254740993}')
     for text in (inner, f" {inner}"):
         with pytest.raises(GrammarError, match="grammar must be written in Lark's notation, not as JSON"):

@@ -53,7 +53,7 @@ def options_of(*arguments: str) -> argparse.Namespace:
 
 def test_pages_get_what_the_formula_of_a_profiled_device_leaves() -> None:
     assert DeviceMemory(total=100, used=20, peak=35, current=15, utilization=0.9).free == 90 - 20 - 35 + 15
-    # 80 GB at 90 %: weights take 35 GB, a pass 10 GB more, and other processes 1 GB.
+    # The worker may use 90 % of 80 GiB. Weights take 35 GiB, a pass takes 10 GiB more, and other processes take 1 GiB.
     found = DeviceMemory(80 * GIB, used=36 * GIB, peak=45 * GIB, current=35 * GIB, utilization=0.9)
     assert found.free == 80 * GIB * 9 // 10 - 36 * GIB - 10 * GIB
     assert DeviceMemory(10, 9, 1, 1, utilization=0.5).free == -4
@@ -228,7 +228,7 @@ def test_a_limit_of_sequences_plans_the_pool_and_is_refused_where_the_pool_does_
     with capture_logs() as lines:
         loaded = load(parse_arguments(["--model", str(folder), "--blocks", "9", "--max-model-len", "100"]))
     assert (loaded.model.max_position, loaded.model.cache_spec.token_count_max) == (100, 100)
-    assert loaded.cache.sequence_tokens_max(512) == 112  # rounded up to whole blocks
+    assert loaded.cache.sequence_tokens_max(512) == 112  # 100 tokens, rounded up to whole blocks
     assert [line["sequence_tokens_max"] for line in lines if line["event"] == "model loaded"] == [100]
     assert not [line for line in lines if line["log_level"] == "warning" and "context" in line["event"]]
     assert useful_blocks(loaded.model, 8) == 8 * 7
@@ -278,7 +278,7 @@ def test_the_status_of_a_worker_has_what_its_pool_was_sized_from(folder: Path, t
     ):
         status = client.status()
     memory = status.memory
-    assert status.block_bytes == 2 * 2 * 16 * 2 * 16  # keys and values, layers, tokens, KV heads, dims
+    assert status.block_bytes == 2 * 2 * 16 * 2 * 16  # 2 (keys and values) * layers * tokens * KV heads * dims
     assert (memory.budget_bytes, memory.pool_bytes) == (1 << 20, 1 << 20)
     assert (memory.kv_cache_dtype, memory.kv_head_count, memory.head_dim) == ("float8_e4m3fn", 2, 16)
     assert memory.device is None

@@ -21,7 +21,7 @@ from tests.worker.engine_harness import prompt, reference_text, running
 from tests.worker.state_models import write_with_states
 from tests.worker.test_states import spare_pool_of
 
-FAMILIES = ["Bamba", "Qwen3Next"]  # the first has states of one size, the second of two sizes
+FAMILIES = ["Bamba", "Qwen3Next"]  # Bamba's states have one size, and Qwen3-Next's have two sizes.
 
 
 @pytest.fixture(scope="module")

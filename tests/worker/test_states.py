@@ -29,7 +29,7 @@ from tests.worker.engine_harness import paged_model, prompt, reference_model, re
 from tests.worker.state_models import FURTHER, STATE_FAMILIES, write_with_states
 from tests.worker.test_families import LENGTHS, pool_of
 
-MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # their mixers have CPU kernels
+MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # The mixers of these families have CPU kernels.
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
 ) -> None:
     folder = folders[family]
     prompts = [prompt(18 + i, seed=i) for i in range(3)]
-    blocks = spare_pool_of(folder, 7)  # two requests are admitted with two blocks each, and both grow to five
+    # The pool admits two requests with two blocks each, and both requests grow to five blocks.
+    blocks = spare_pool_of(folder, 7)
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
@@ -89,7 +90,7 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
             await asyncio.sleep(0)
         await harness.replace_allocator()
         output = await task
-        # Hits the blocks that the engine reported to the new allocator.
+        # This request hits the blocks that the engine reported to the new allocator.
         again = await harness.generate(tokens, max_tokens=60, ignore_eos=True)
         assert await harness.free_block_count() == blocks
     expected = reference_text(folders[family], tuple(tokens), 60)
@@ -125,7 +126,7 @@ async def test_prompts_with_a_shared_prefix_begin_from_a_checkpoint_in_it(folder
     prompts = [shared + prompt(30, seed=seed) for seed in (2, 3, 4)]
     async with running(folder, blocks=pool_of(folder, 64)) as harness:
         outputs = [await harness.generate(tokens, max_tokens=20) for tokens in prompts]
-    # The first prompt has its early end at 64.
+    # The first prompt has a checkpoint at its early end, token 64, so the other prompts hit 64 tokens.
     assert [output.request.usage.cached_token_count for output in outputs] == [0, 64, 64]
     for tokens, output in zip(prompts, outputs, strict=True):
         assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
@@ -171,7 +172,7 @@ def difference(folder: Path, dtype: str = "float32") -> float:
         buffer.fill_(NAN_BYTE)
     tables = [[range(first + 10 * group, first + 10 * group + 5) for group in range(len(groups))] for first in (0, 5)]
     for start, stop in ((0, 41), (41, 69), (69, 70)):
-        chunks = [  # another sequence shares the passes
+        chunks = [  # Another sequence shares the passes.
             Chunk(tokens[start:stop][::-1], start, tables[1], needs_logits=False),
             Chunk(tokens[start:stop], start, tables[0], needs_logits=True, begun_with=len(tokens)),
         ]
@@ -223,7 +224,7 @@ async def test_decays_that_a_checkpoint_holds_rounded_are_computed_anew(tmp_path
     folder = write_with_states("MiniMax", tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     tokens = prompt(40, seed=40)
-    async with running(folder, blocks=pool_of(folder, 16)) as harness:  # this model computes in float32
+    async with running(folder, blocks=pool_of(folder, 16)) as harness:  # The model computes in float32.
         output = await harness.generate(tokens, max_tokens=20)
     assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
 
@@ -248,7 +249,7 @@ def test_what_rounding_alone_does_to_a_model_in_bfloat16_is_no_reason_to_refuse_
     assert load_model(folders["MiniMax"], dtype="bfloat16").cache_spec.dtype == torch.bfloat16
     monkeypatch.setattr(SegmentView, "get_linear_cache", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="with paged attention its logits differ"):
-        load_model(folders["MiniMax"], dtype="bfloat16")  # a comparison in float32 finds the fault
+        load_model(folders["MiniMax"], dtype="bfloat16")  # A comparison in float32 finds the fault.
     monkeypatch.setattr(loading, "available_bytes", lambda: 1_000)
     with pytest.raises(
         UnsupportedModelError, match=r"changes .* by 0\.\d+ of .*; that needs 1\.6 MiB, but only 1,000 bytes"

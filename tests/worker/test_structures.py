@@ -35,7 +35,7 @@ from tests.worker.random_schemas import random_schema
 DEMO = Path("models/demo")
 VOCABULARY, EOS = 2048, 0
 SCHEMA_COUNT = int(os.environ.get("QUIRE_SCHEMA_COUNT", "300"))
-ROWS = 100  # rows per batch
+ROWS = 100  # number of rows per batch
 
 
 @pytest.fixture(scope="module")

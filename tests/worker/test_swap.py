@@ -78,12 +78,13 @@ def sample_of(token_count: int) -> Sample:
 
 def test_swapping_is_tried_once_and_then_done_where_it_is_cheaper() -> None:
     pace = Pace()
-    pace.observe(100, 1.0)  # 10 ms per token
+    pace.observe(100, 1.0)  # Computing takes 10 ms per token.
     swap = SwapSpace(16, pace)
-    sample = sample_of(20)  # five blocks
+    sample = sample_of(20)  # The sample has five blocks.
     assert swap.swap_out(sample, 0, 4) is not None, "nobody knows what it costs"
     swap.release(sample)
-    # 10 ms per block: 100 ms for both ways, where computing takes 200 ms.
+    # A copy takes 10 ms per block, so copying five blocks out and back takes 100 ms. Computing their 20 tokens again
+    # takes 200 ms.
     swap.cost.block_count, swap.cost.seconds = 10, 0.1
     assert swap.swap_out(sample, 0, 4) is not None
     swap.release(sample)
@@ -113,7 +114,7 @@ def test_pages_of_all_buffers_come_back_byte_by_byte(folder: Path) -> None:
     cache = KVCache(load_model(folder, block_size=BLOCK_SIZE).cache_spec, 12)
     for number, buffer in enumerate(cache.buffers):
         buffer.random_(generator=None)
-        buffer[3] = 0xFF - number  # bytes that are NaN in some dtypes
+        buffer[3] = 0xFF - number  # In some dtypes, these bytes are NaN.
     before = [buffer.clone() for buffer in cache.buffers]
     host = HostPages(cache, 5)
     host.copy_out([3, 7, 1], [4, 0, 2])
@@ -159,7 +160,8 @@ async def test_windows_and_fp8_pages_are_swapped_to_the_same_text(tmp_path: Path
     model = load_model(folder, block_size=BLOCK_SIZE, kv_cache_dtype=dtype)
     roomy, swap_count = await texts_of(folder, model, blocks=512, swap_slots=0, tokens=56)
     assert swap_count == 0
-    for blocks in (12,) if family == "llama" else (32, 40, 48):  # one sequence of gemma3 takes at most 22 blocks
+    # With gemma3, one sequence takes at most 22 blocks.
+    for blocks in (12,) if family == "llama" else (32, 40, 48):
         tight, count = await texts_of(folder, model, blocks=blocks, swap_slots=320, tokens=56)
         assert tight == roomy
         swap_count += count

@@ -28,9 +28,9 @@ async def test_the_metrics_are_valid_openmetrics_under_the_names_that_are_docume
         registry = CollectorRegistry()
         registry.register(WorkerCollector(harness.engine))
         page = generate_latest(registry).decode()
-    families = list(text_string_to_metric_families(page))  # this parser refuses names that clash
+    families = list(text_string_to_metric_families(page))  # The parser refuses names that clash.
     assert {f"{family.name}_total" if family.type == "counter" else family.name for family in families} == METRIC_NAMES
-    # Only counters end in _total, and the parser strips it.
+    # Only counters end in _total, and the parser strips this ending.
     assert not [family.name for family in families if family.name.endswith("_total")]
     samples = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
     assert samples["quire_worker_blocks",] == 8
@@ -41,7 +41,7 @@ async def test_the_metrics_are_valid_openmetrics_under_the_names_that_are_docume
 async def test_histograms_count_each_request_token_and_pass_and_what_preemption_costs_is_what_was_computed_twice() -> (
     None
 ):
-    async with running(DEMO, blocks=12) as harness:  # fits two requests: 40 + 56 tokens take six blocks
+    async with running(DEMO, blocks=12) as harness:  # Two requests fit: each takes six blocks for 40 + 56 tokens.
         scheduler, numbers = harness.engine.scheduler, harness.engine.telemetry
         advance, passes = scheduler.advance, list[list[Work]]()
 
@@ -54,7 +54,7 @@ async def test_histograms_count_each_request_token_and_pass_and_what_preemption_
         outputs = await asyncio.gather(*(harness.generate(each, max_tokens=56, ignore_eos=True) for each in prompts))
         for output in outputs:
             harness.engine.cancel(output.request)
-            harness.engine.cancel(output.request)  # the second call has no effect
+            harness.engine.cancel(output.request)  # The second call has no effect.
     computed = [(item.sample.age, place) for work in passes for item in work for place in range(item.start, item.end)]
     assert scheduler.roster.preemption_count > 0
     assert scheduler.roster.recomputed_token_count == len(computed) - len(set(computed)) > 0
@@ -93,7 +93,7 @@ async def test_vllms_names_have_the_numbers_of_the_worker() -> None:
 
         asked = [prompt(40, seed=seed) for seed in range(6)]
         tasks = [asyncio.create_task(harness.generate(each, max_tokens=56, ignore_eos=True)) for each in asked]
-        while True:  # Two of the requests fit.
+        while True:  # Waits until requests wait for blocks: only two requests fit.
             found = await scraped()
             used = found["vllm:kv_cache_usage_perc", "0", "demo"]
             if used and found["vllm:num_requests_waiting_by_reason", "0", "demo", "capacity"] >= 1:
@@ -114,14 +114,16 @@ async def test_vllms_names_have_the_numbers_of_the_worker() -> None:
 
 
 async def test_the_queue_time_by_reason_adds_up_to_the_queue_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "LOOK_S", 0.0)  # looks in every turn
+    monkeypatch.setattr(reception, "LOOK_S", 0.0)  # The reasons are noted in every turn.
     monkeypatch.setattr(queue_times, "SHARE", 0)
-    async with running(DEMO, blocks=12) as harness:  # fits two requests
+    async with running(DEMO, blocks=12) as harness:  # Two requests fit.
         numbers = harness.engine.telemetry
         prompts = [prompt(40, seed=seed) for seed in range(8)]
         await asyncio.gather(*(harness.generate(each, max_tokens=56, ignore_eos=True) for each in prompts))
     assert sum(numbers.queued_s.values()) == pytest.approx(numbers.queue_seconds.sum)
-    reasons = (WaitReason.BLOCKS, WaitReason.ORDER, WaitReason.ALLOCATOR)  # the first in order, those behind it, all
+    # The first waiting request waits for blocks, requests behind it wait for their order, and all wait for the
+    # allocator.
+    reasons = (WaitReason.BLOCKS, WaitReason.ORDER, WaitReason.ALLOCATOR)
     assert all(numbers.queued_s[reason] > 0 for reason in reasons)
     assert numbers.queued_s[WaitReason.NO_SESSION] == numbers.queued_s[WaitReason.PLACES] == 0
     assert min(numbers.queued_s.values()) >= 0

@@ -47,7 +47,8 @@ def test_an_answer_is_what_decoding_prompt_and_answer_together_adds(kind: str, t
 def test_the_bytes_of_an_answers_tokens_are_its_text(kind: str, keeps_special: bool, tmp_path: Path) -> None:
     tokenizer, backend = built(kind, tmp_path)
     raw = set[int]()
-    if kind == "bytes_before_spaces":  # The library decodes this text, and drops valid bytes beside a broken one.
+    # The tokenizers library decodes this text. Beside a broken byte, the library drops valid bytes, too.
+    if kind == "bytes_before_spaces":
         raw = {backend.token_to_id(piece) for piece in BYTES}
     tokens = [token for token in range(backend.get_vocab_size()) if token not in raw]
     special = tokenizer.special_ids

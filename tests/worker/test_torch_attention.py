@@ -51,7 +51,7 @@ def units_of(scene: Scene, **options: Any) -> list[list[int]]:
 
 def test_decoding_sequences_of_very_different_length_are_grouped_without_mixing() -> None:
     lengths = [(length, 1) for length in (700, 3, 699, 350, 0, 1, 340, 12)]
-    # 2 KiB per token: a call costs as much as 64 padded tokens.
+    # With 2 KiB per token, one more call costs as much as 64 padded tokens.
     scene = Scene(lengths, head_dim=256, dtype=torch.bfloat16)
     assert units_of(scene) == [[0, 2], [3, 6], [7, 1, 5, 4]]
     assert_equals_reference(scene)
@@ -72,7 +72,7 @@ def test_more_keys_than_one_gather_holds_are_taken_in_several() -> None:
     assert_equals_reference(scene)
 
 
-LARGE: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_dim": 128}  # so large that tiles have the minimum of keys
+LARGE: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_dim": 128}  # Here tiles have the minimum of keys.
 LONGEST = TILE_BYTES_MAX // (4 * 2 * 32)  # keys per tile with the default shape of `Scene`
 
 
@@ -128,7 +128,7 @@ def test_a_chunk_of_several_blocks_of_queries_equals_the_reference(before: int, 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])
 def test_decoding_in_bfloat16_equals_the_reference_with_any_ratio_of_heads(heads: int) -> None:
     shape: dict[str, Any] = {"heads": heads, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16}
-    cached = LONE_BYTES_MAX // (2 * 2 * 2 * 128)  # tokens whose keys and values have that many bytes
+    cached = LONE_BYTES_MAX // (2 * 2 * 2 * 128)  # tokens whose keys and values have `LONE_BYTES_MAX` bytes
     for lengths in ([40, 33, 35], [cached - 1], [cached]):
         assert_equals_reference(Scene([(length, 1) for length in lengths], **shape), scale=128**-0.5)
 
@@ -178,7 +178,7 @@ def test_options_equal_the_reference_in_every_dtype(is_gathered: bool, dtype: to
     scene = Scene(LENGTHS, dtype=dtype, seed=3)
     for options in ({"window_left": 9}, {"soft_cap": 2.0}, {"sinks": scene.sinks}):
         expected = scene.reference(**options)
-        # Soft cap and sinks are computed in float32.
+        # Torch's path computes soft cap and sinks in float32.
         tolerance = max(CPU_TOLERANCE[dtype], CPU_TOLERANCE[torch.float32])
         with decoding(is_gathered=is_gathered):
             output = scene.run(TorchPagedAttention(), **options).double()

@@ -48,7 +48,7 @@ async def test_nothing_is_asked_while_a_pass_is_computed_that_is_for_first_token
         are_behind.clear()
         chunked = await harness.generate(
             prompt(150, seed=1), max_tokens=12
-        )  # three chunks: the first two passes give no token
+        )  # The prompt takes three chunks, so the first two passes give no token.
         assert are_behind[:4] == [False, True, True, False]
     assert lone.tokens[0] == reference_text(llama, tuple(prompt(32)), 12)
     assert chunked.tokens[0] == reference_text(llama, tuple(prompt(150, seed=1)), 12)
@@ -62,7 +62,7 @@ async def test_greedy_passes_look_at_their_logits_once(llama: Path, monkeypatch:
         monkeypatch.setattr(CpuPagedAttention, "look", lambda *given: (looks.append(given), look(*given))[1])
         for name in ("are_finite", "draw"):
             monkeypatch.setattr(run, name, lambda *_: pytest.fail("looked at a second time"))
-        prompts = [prompt(length, seed=length) for length in (20, 150, 33)]  # the prompt of 150 tokens needs chunks
+        prompts = [prompt(length, seed=length) for length in (20, 150, 33)]  # The prompt of 150 tokens needs chunks.
         outputs = await asyncio.gather(*(harness.generate(tokens, max_tokens=12) for tokens in prompts))
     assert len(looks) == len(passes) >= 12
     for tokens, output in zip(prompts, outputs, strict=True):

@@ -32,11 +32,11 @@ def test_a_request_that_fits_waits_for_the_next_pass_alone() -> None:
 def test_the_first_that_does_not_fit_is_short_of_as_many_blocks_as_are_missing() -> None:
     worker, running = busy_worker(block_count=20)
     request = worker.submit(numbers(60, seed=1), max_tokens=3)
-    worker.turn()  # the allocator reports how many blocks are free
+    worker.turn()  # In this turn the allocator reports its free blocks.
     wait = waits_of(worker.scheduler)[request]
     assert wait.reason is WaitReason.BLOCKS
-    # The head needs 15 blocks, and each of both samples needs one more for its next token. The running request holds
-    # the other blocks.
+    # The head needs 15 blocks for its prompt. The head and the running sample each need one more block for the next
+    # token. The running request holds all blocks that are not free.
     assert wait.missing_block_count == 15 + 2 - (20 - running.block_count)
     while not running.is_done:
         worker.turn()
@@ -76,7 +76,7 @@ def test_the_same_prompt_waits_for_the_one_that_computes_it() -> None:
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=16)
     prompt = numbers(41)
     worker.submit(prompt, max_tokens=3)
-    worker.turn()  # computes its first chunk
+    worker.turn()  # This turn computes the prompt's first chunk.
     assert reason(worker, worker.submit(prompt, max_tokens=3)) is WaitReason.PASS_FULL
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=64)
     first, second = worker.submit(prompt, max_tokens=3), worker.submit(prompt, max_tokens=3)

@@ -206,7 +206,7 @@ def test_reading_tells_how_far_it_is(llama: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["bytes"] for line in lines if line["event"] == "weights read"] == [sum(sizes)]
 
 
-# A separate process prints its peak memory before and after loading, and the bytes of the weights.
+# This program prints its peak memory before and after it loads a model. It runs in a separate process.
 _MEASURE = """
 import sys, torch
 from pathlib import Path
@@ -238,7 +238,7 @@ def test_loading_takes_no_more_memory_than_the_weights_and_an_mlp(tmp_path: Path
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     before, after = map(int, output.stdout.splitlines()[-1].split())
     slack = mlp_bytes + (32 << 20)
-    assert byte_count > 3 * slack  # so the test would notice twice the weights
+    assert byte_count > 3 * slack  # A second copy of the weights would exceed the bound below.
     assert byte_count < after - before < byte_count + slack, (byte_count, after - before)
 
 

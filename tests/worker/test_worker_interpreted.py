@@ -51,15 +51,15 @@ def test_text_through_the_kernels_is_that_of_transformers(
 ) -> None:
     pytest.importorskip("triton")
     folder = write(tmp_path / "model")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # only the worker uses it: the allocator does not import Triton
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # Only the worker imports Triton.
     prompts = [random_prompt(length) for length in (1, 16, 21, 40)]
     logs = tmp_path / "logs"
     logs.mkdir()
     arguments = ["--blocks", "64", "--max-batch-tokens", "24", "--log-format", "json"]
     stack = LocalStack(folder, worker_arguments=arguments, log_folder=logs)
     with stack, Client(stack.worker_address) as client:
-        # The longest prompt takes two chunks. The second time, the longest prompt's prefix is a hit, and two samples
-        # share it.
+        # The longest prompt takes two chunks. The second request with this prompt hits the cache, and its two samples
+        # share the prefix.
         outputs = [client.generate(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
         again = client.generate(prompts[3], max_tokens=OUTPUT_TOKENS, n=2)
         drawn = client.generate(

@@ -43,7 +43,7 @@ from transformers import (
 
 VOCABULARY = 320
 MAX_POSITION = 512
-END_OF_TEXT = "<|end|>"  # id 0
+END_OF_TEXT = "<|end|>"  # the text of token 0
 _SAMPLE_TEXT = "A quire is a gathering of pages. The pages of a sequence need not lie together. Größe, naïve, 漢字.\n"
 
 
@@ -105,8 +105,8 @@ _LATENT: dict[str, Any] = {
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-# Windows of 24 tokens end inside blocks of 16. Some effects would be too weak in a checkpoint of this size, so they are
-# made strong: a soft cap of 2, and a temperature that changes every 8 tokens.
+# Windows have 24 tokens, so that they end inside blocks of 16. In checkpoints of this size, a usual soft cap or
+# temperature would have too little effect. Here the soft cap is 2, and the temperature changes every 8 tokens.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
     "gemma2": (

@@ -11,7 +11,7 @@ import pydantic
 
 HELD, SCRIPTED = (
     f"http://{address}/v1" for address in sys.argv[2:4]
-)  # base URLs of the demo model and of the scripted model
+)  # base URLs: `HELD` serves the demo model, `SCRIPTED` the scripted model
 MODEL = "demo"
 KEY = "none"
 LIMIT = 200
@@ -19,7 +19,7 @@ QUESTION = "The for statement"
 
 
 class State(pydantic.BaseModel):
-    """The answer that is expected. Further properties would be allowed otherwise, and the demo model writes many."""
+    """The expected answer. Without `forbid`, properties would be unlimited, and the demo model would write many."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

@@ -39,7 +39,8 @@ def structure_by_tool() -> None:
 
 def structure_by_schema() -> None:
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
-        if mode is instructor.Mode.JSON:  # This mode accepts any JSON, so the scripted model writes a valid object.
+        # `Mode.JSON` allows any JSON object, so the demo model might write no `State`. The scripted model writes one.
+        if mode is instructor.Mode.JSON:
             asked, address = [{"role": "user", "content": says('{"kind": "simple", "is_loop": false}')}], SCRIPTED
         else:
             asked, address = _ASKED["messages"], HELD

@@ -116,8 +116,8 @@ def unchecked_append_matches(module: ModuleType, device: torch.device) -> bool:
     case = make_case(device, heads=1)
     cache, expected = empty_cache(case, torch.float32), empty_cache(case, torch.float32)
     positions = case.positions.clone()
-    # The position is one page past request 0's last page. The table continues there with the first page of request 2,
-    # which has free slots.
+    # This position is one page past request 0's last page. There the table has the first page of request 2, which has
+    # free slots.
     positions[0] = 3 * case.page_size - 1
     tokens = (case.key, case.value, case.batch_indices)
     module.append_paged_kv_cache(*tokens, positions, cache, *case.table, check=False)

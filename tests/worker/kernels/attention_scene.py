@@ -30,8 +30,8 @@ class Scene:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     layout: str = "NHD"
-    query_lengths: list[int] | None = None  # None: one query per request (decode)
-    last_of_none: int = 0  # `last_page_len` of requests without pages; kernels must ignore it
+    query_lengths: list[int] | None = None  # None: each request has one query (decode)
+    last_of_none: int = 0  # `last_page_len` of requests without pages; kernels must ignore this number
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -66,7 +66,8 @@ class Scene:
             k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
         if self.layout.endswith("pair"):
             return k, v
-        if self.layout == "strided":  # every other element of the head dim; pages in reverse order in memory
+        # Keys and values take every other element of the head dim. Pages lie in reverse order in memory.
+        if self.layout == "strided":
             wide = torch.stack([k, v], 1).flatten(-1).repeat_interleave(2, -1).movedim(0, 2).contiguous().movedim(2, 0)
             return wide[..., ::2]
         return (

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:  # there are no wheels for this platform
+if importlib.util.find_spec("triton") is None:  # Triton has no wheels for this platform.
     collect_ignore_glob = ["test_*.py"]
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import quire_kernels
 
-# Last part of a module's name -> its full name. The last parts are unique.
+# Last part of a module's name -> the module's full name. The last parts are unique.
 _FOUND = [module.name for module in pkgutil.walk_packages(quire_kernels.__path__, "quire_kernels.")]
 MODULES = {name.rpartition(".")[2]: name for name in _FOUND}
 assert len(MODULES) == len(_FOUND)
@@ -26,7 +26,7 @@ class Fault:
     module: str  # the last part of the module's name, such as "decode_paged"
     before: str  # the text to replace; must occur exactly once
     after: str
-    through: tuple[str, ...] = ()  # a chain of modules: each imports the previous one, and the last is tested
+    through: tuple[str, ...] = ()  # chain of modules: each imports the previous module, and the last is tested
 
 
 def plant(fault: Fault, folder: Path) -> ModuleType:

@@ -59,7 +59,8 @@ def test_an_fp8_cache_stores_what_torch_rounds_to_with_a_scale_per_head(
     source: torch.dtype, fp8: torch.dtype, device: torch.device
 ) -> None:
     case = make_case(device, dtype=source)
-    case.key[0, 0, :4] = torch.tensor([5e4, -5e4, float("inf"), float("nan")])  # these saturate, and NaN stays NaN
+    # The first three keys saturate, and NaN stays NaN.
+    case.key[0, 0, :4] = torch.tensor([5e4, -5e4, float("inf"), float("nan")])
     k_scale, v_scale = torch.tensor([0.5, 3.0, 0.013], device=device), torch.tensor([7.0], device=device)
     cache = empty_cache(case, fp8)
     assert append_both_ways(append_paged_kv_cache, append_reference, case, cache, "NHD", k_scale, v_scale)
@@ -97,7 +98,7 @@ def test_a_pair_of_tensors_of_any_strides_is_a_cache(device: torch.device) -> No
     case = make_case(device, dtype=torch.float16)
     whole = empty_cache(case, torch.float16)
     pages, _, page_size, heads, head_dim = whole.shape
-    # Keys use every other page of a larger pool and have gaps between heads. Values have the head dim outermost.
+    # Keys use every other page of a larger pool, with gaps between heads. Values have the head dim outermost in memory.
     keys = torch.zeros(2 * pages, page_size, heads, head_dim + 8, dtype=torch.float16, device=device)[::2, ..., :-8]
     values = torch.zeros(head_dim, pages, heads, page_size, dtype=torch.float16, device=device).permute(1, 3, 2, 0)
     append(case, (keys, values))
@@ -121,7 +122,8 @@ def test_keys_and_values_may_have_any_strides_and_different_head_dims(device: to
 
 def test_pages_further_than_an_int32_reaches_are_written(device: torch.device) -> None:
     page_stride = 2**31 + 64
-    memory = torch.empty(page_stride + 4096, dtype=torch.uint8, device=device)  # a CPU allocates only written memory
+    # On a CPU, the system allocates only the memory that is written.
+    memory = torch.empty(page_stride + 4096, dtype=torch.uint8, device=device)
     cache = memory.as_strided((2, 2, 4, 1, 64), (page_stride, 256, 64, 64, 1)).view(E4M3)
     case = make_case(device, heads=1)
     batch_indices = torch.tensor([0], dtype=torch.int32, device=device)
@@ -193,7 +195,7 @@ def test_unchecked_bad_indices_lose_their_token_and_harm_no_other(
     case = make_case(device)
     cache, expected = empty_cache(case, torch.float32), empty_cache(case, torch.float32)
     append(case, cache, check=False, **{name: changed(getattr(case, name), index, value)})
-    # Only token 0 is on the second page of request 0, which is entry 1 of kv_indices.
+    # Entry 1 of kv_indices is the second page of request 0. Only token 0 is on that page.
     append(case, expected, batch_indices=changed(case.batch_indices, 0, -1))
     assert torch.equal(bits(cache), bits(expected))
 

@@ -82,7 +82,8 @@ def test_the_last_slot_is_taken_and_the_next_one_refused(device: torch.device) -
 
 def test_slots_further_than_an_int32_reaches_are_written(device: torch.device) -> None:
     page_stride = 2**31 + 64
-    memory = torch.empty(page_stride + 4096, dtype=torch.uint8, device=device)  # a CPU allocates only written memory
+    # On a CPU, the system allocates only the memory that is written.
+    memory = torch.empty(page_stride + 4096, dtype=torch.uint8, device=device)
     cache = memory.as_strided((2, 2, 4, 1, 64), (page_stride, 256, 64, 64, 1)).view(E4M3)
     case = make_case(device, heads=1)
     append_slots(case.key[:1], case.value[:1], torch.tensor([7], device=device), cache)

@@ -20,7 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", MERGE_TOLERANCE, ids=str)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Compares with a tolerance of one rounding; the interpreter truncates bfloat16 instead."""
+    """Compares with a tolerance of one rounding, because the interpreter truncates bfloat16 instead of rounding."""
     tolerance = MERGE_TOLERANCE[dtype]
     return got.dtype == dtype and torch.allclose(got.double(), expected.double(), atol=tolerance, rtol=tolerance)
 
@@ -50,8 +50,8 @@ def rotations_match(module: ModuleType, device: torch.device, *, is_normed: bool
     heads = torch.randn(tokens, query_heads + 2 * kv_heads, dim, device=device)
     angle = torch.rand(tokens, rotary_dim // 2, device=device) * 7
     cosine, sine = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-    slots = torch.tensor([9, -1, 3, 40, 14], device=device)  # 40 is outside the pool
-    # There is one page before and one behind the pool, for faults that write there.
+    slots = torch.tensor([9, -1, 3, 40, 14], device=device)  # slot 40 is outside the pool
+    # The memory has one page before the pool and one page behind the pool, because faults may write there.
     memory = torch.full((7, 2, page_size, kv_heads, dim), torch.nan, device=device)
     norms = None
     if is_normed:
@@ -88,7 +88,7 @@ def test_all_comparisons_hold(device: torch.device) -> None:
 @DTYPES
 @pytest.mark.parametrize("size", [1, 96, 4_097])
 def test_norms_of_any_size_and_dtype(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.randn(2, 3, size + 5, device=device).to(dtype)[..., 5:]  # rows with gaps between them
+    x = torch.randn(2, 3, size + 5, device=device).to(dtype)[..., 5:]  # The rows have gaps between them.
     weight = torch.randn(size, device=device).to(dtype)
     out = torch.empty(2, 3, size, dtype=dtype, device=device)
     assert rmsnorm(x, weight, 1e-5, out) is out
@@ -123,7 +123,7 @@ def test_turning_is_that_of_transformers(layout: str, dtype: torch.dtype, device
     heads = torch.randn(tokens, 8, dim, device=device).to(dtype)
     angle = torch.arange(tokens, device=device)[:, None] / 10_000 ** (torch.arange(32, device=device) / 32)
     cosine, sine = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-    # [1, heads, tokens, dim], the form in transformers' layers
+    # In transformers' layers, these tensors have the form [1, heads, tokens, dim].
     query, key, value = (
         part.double().transpose(0, 1)[None] for part in heads.split([query_heads, kv_heads, kv_heads], dim=1)
     )

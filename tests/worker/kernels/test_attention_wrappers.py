@@ -286,9 +286,9 @@ def test_ragged_prefill_is_the_softmax(layout: str, device: torch.device) -> Non
 def test_ragged_prefill_under_a_mask_forgets_causal(packed: bool, device: torch.device) -> None:
     q, k, v = (torch.randn(count, heads, 64, device=device) for count, heads in ((12, 4), (20, 2), (20, 2)))
     qo_indptr, kv_indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 9, 12], [0, 13, 20]))
-    # 117 entries of the first request are not a multiple of 8. Packed, the second request starts at a new byte.
+    # The first request's 9 * 13 = 117 entries are not a multiple of 8. Packed, the second request starts at a new byte.
     mask = (torch.rand(9 * 13 + 3 * 7) < 0.5).to(device)
-    mask[26:39] = False  # one row that sees no key
+    mask[26:39] = False  # One query sees no key.
     mask_indptr = torch.tensor([0, 117, 138], device=device)
     given = (
         {"packed_custom_mask": segment_packbits(mask, mask_indptr, "little")[0]} if packed else {"custom_mask": mask}

@@ -68,7 +68,7 @@ class FakeScene:
     ids=lambda case: case.title,
 )
 def test_all_sides_of_a_batch_give_the_same(case: Case, device: torch.device) -> None:
-    # SDPA's float32 kernels do not support KV heads shared by several query heads.
+    # On a GPU, SDPA's float32 kernels do not support KV heads that several query heads share.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     row = gpu.measure_case(case, bench(device, dtype=dtype), without=["flex", "vllm"])
     assert row["status"] == "measured"
@@ -81,7 +81,7 @@ def test_all_sides_of_a_batch_give_the_same(case: Case, device: torch.device) ->
 def test_the_wrong_keys_would_be_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = scene_of(DECODE, device, torch.float32)
     assert isinstance(scene, GroupedScene)
-    monkeypatch.setattr(scene.pool, "table", scene.pool.table.roll(1, 0))  # swaps the sequences' tables
+    monkeypatch.setattr(scene.pool, "table", scene.pool.table.roll(1, 0))  # The two sequences swap their tables.
     with pytest.raises(ValueError, match="Quire differs from the reference"):
         gpu.measure_case(DECODE, bench(device), scene=scene)
 
@@ -99,7 +99,7 @@ def test_flex_attention_sees_what_it_should(rows: int, queries: int, context: in
     )  # fmt: skip
     key_count = mask.seq_lengths[1]
     query, key = torch.arange(rows)[:, None], torch.arange(key_count)[None]
-    # When packed, all rows are heads of a single query.
+    # If there are more rows than queries, the rows are packed: all rows are heads of the same query.
     last = query[:, 0] + context - queries if rows == queries else torch.tensor(context - 1)
     for b in range(batch):
         sees = mask.mask_mod(torch.tensor(b), torch.tensor(0), query, key).expand(rows, -1)
@@ -132,14 +132,15 @@ def test_who_differs_or_fails_is_not_timed_and_the_row_says_so() -> None:
 
 
 def test_shares_are_of_the_median_and_ratios_the_median_of_the_rounds() -> None:
-    times = {1.0: iter([9.0, 2.0, 4.0]), 1.0005: iter([9.0, 6.0, 8.0])}  # the first round does not count
+    times = {1.0: iter([9.0, 2.0, 4.0]), 1.0005: iter([9.0, 6.0, 8.0])}  # the first round (9 ms) does not count
 
     def timer(side: Callable[[], torch.Tensor]) -> float:
         return next(times[round(side()[0, 0, 0].item(), 4)])
 
     row = gpu.measure_case(DECODE, bench(timer=timer), scene=FakeScene(sdpa=1.0005))  # type: ignore[arg-type]
     assert (row["quire_ms"], row["sdpa_ms"], row["sdpa_ratio"], row["rounds"]) == (3.0, 7.0, 2.5, 2)
-    moved = 2 * (70 * 2 * 2 * 32 * 2 + 2 * 10 * 32 * 2)  # two sequences: keys and values, queries and results
+    # The bytes of two sequences: keys and values of 70 tokens, and queries and results of one token.
+    moved = 2 * (70 * 2 * 2 * 32 * 2 + 2 * 10 * 32 * 2)
     assert row["share_copy"] == round(moved / 3e-3 / 1e9, 3) == 0.013
     assert row["tflop_per_s"] == round(DECODE.operations / 3e-3 / 1e12, 2)
 
@@ -161,7 +162,8 @@ def test_what_does_not_fit_takes_too_long_or_fails_is_a_row_too(monkeypatch: pyt
         return scene
 
     monkeypatch.setattr(gpu, "scene_of", scene_of)
-    clock = iter([0.0, *[1.0] * 6, 11.0, 11.0])  # read before and after measured sides, and after the others
+    # The clock is read at the start, before each case that may be measured, and after every case.
+    clock = iter([0.0, *[1.0] * 6, 11.0, 11.0])
     lines: list[str] = []
     rows = gpu.measure_all(
         [broken, DECODE, big, huge, last], bench(), operations_max=1e8, budget_s=10, progress=lines.append,
@@ -299,7 +301,7 @@ def test_vllm_is_found_where_it_was_and_given_what_it_takes(folder: str, monkeyp
     for depth in range(1, folder.count(".") + 2):
         name = ".".join(folder.split(".")[:depth])
         package = ModuleType(name)
-        package.__path__ = []  # makes it a package without files
+        package.__path__ = []  # makes the module a package without files
         monkeypatch.setitem(sys.modules, name, package)
     module = ModuleType(f"{folder}.triton_unified_attention")
     module.unified_attention = unified_attention  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ class Tree:
         total = sum(map(sum, counts))
         self.cache = torch.full((total + 2, 2, PAGE, 2, 64), torch.nan, device=device)
         self.levels: dict[str, list[torch.Tensor]] = {"qo": [], "indptr": [], "indices": [], "last": []}
-        self.keys: list[list[torch.Tensor]] = []  # [level][node], [length, 2, kv_heads, head_dim]
+        self.keys: list[list[torch.Tensor]] = []  # [level][node] -> keys and values, [length, 2, kv_heads, head_dim]
         ids = torch.randperm(total + 2).tolist()
         for level, nodes in enumerate(lengths):
             pages = [[ids.pop() for _ in range(count)] for count in counts[level]]

@@ -34,7 +34,7 @@ def test_it_turns_where_the_bytes_say() -> None:
 
 
 def test_few_requests_cannot_gain_where_a_program_per_kv_head_does_not_fill_the_chip() -> None:
-    assert not gains(1 << 20, [0] * 16)  # 16 * 8 < 132
+    assert not gains(1 << 20, [0] * 16)  # 16 requests * 8 KV heads < 132 multiprocessors
     assert gains(1 << 20, [0] * 17)
     assert gains(1 << 20, [0] * 2, multiprocessors=8)
     assert gains(1 << 20, [0] * 2, kv_heads=128)
@@ -44,8 +44,8 @@ def test_many_blocks_of_rows_read_the_prefix_many_times() -> None:
     """On an A100, 2,048 rows are 32 blocks of 64. On later chips they are 16 blocks of 128."""
     assert cascade_gains(1 << 20, [0] * 32, **{**H200, "group": 64}, chip="sm_90")
     two = {**H200, "group": 64, "multiprocessors": 8}
-    assert cascade_gains(1 << 20, [0] * 2, **two, chip="sm_90")  # one block of 128 rows
-    # Two blocks of 64 rows read the prefix as often as without levels.
+    assert cascade_gains(1 << 20, [0] * 2, **two, chip="sm_90")  # on sm_90, the 128 rows are one block
+    # On sm_80, the 128 rows are two blocks of 64, so the prefix is read as often as without levels.
     assert not cascade_gains(1 << 20, [0] * 2, **two, chip="sm_80")
 
 

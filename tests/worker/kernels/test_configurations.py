@@ -46,7 +46,7 @@ def launched_kernels() -> set[str]:
 def test_every_kernel_that_is_launched_ships() -> None:
     shipped = {configuration.kernel.__name__ for configuration in SHIPPED}
     assert len(shipped) >= 14
-    # Both append kernels are launched from one place, where the variable is called `kernel`.
+    # One launch serves both append kernels. Its variable is called `kernel`.
     assert launched_kernels() - {"kernel"} == shipped - {"append_kernel", "append_slots_kernel"}
 
 

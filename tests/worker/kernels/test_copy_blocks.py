@@ -25,7 +25,7 @@ PAIRS = {
 
 
 def make_buffers(device: torch.device) -> list[torch.Tensor]:
-    """Makes buffers with blocks of 60 and of 16,400 bytes: words of 4 bytes, and several chunks in the second."""
+    """Makes buffers with blocks of 60 bytes (copied in words of 4 bytes) and of 16,400 bytes (several chunks)."""
     return [torch.randn(8, 2, 3, 5, device=device).half(), torch.randn(8, 4100, device=device)]
 
 
@@ -100,7 +100,8 @@ def test_blocks_may_lie_apart_and_a_buffer_may_start_anywhere(device: torch.devi
 
 def test_blocks_further_than_an_int32_reaches_are_copied(device: torch.device) -> None:
     stride = 2**31 + 64
-    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)  # a CPU allocates only written memory
+    # On a CPU, the system allocates only the memory that is written.
+    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)
     buffer = memory.as_strided((2, 4096), (stride, 1))
     buffer[0] = torch.arange(4096, device=device) % 251
     copy_blocks([buffer], [0], [1])

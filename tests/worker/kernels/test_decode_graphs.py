@@ -21,7 +21,7 @@ from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 pytestmark = pytest.mark.interpreted
 
-BLOCKS = 24  # blocks per group
+BLOCKS = 24  # number of blocks per group
 
 
 @pytest.fixture
@@ -105,13 +105,13 @@ def test_a_replay_gives_the_logits_of_a_pass_of_its_own(
     assert graphs.logits_of(begun) is None, "prompts"
     for cache in (replayed, launched):
         model.forward(begun.on(triton_device), cache)
-    for starts in ([20, 5, 17], [21, 6, 18]):  # three sequences in a graph of four rows
+    for starts in ([20, 5, 17], [21, 6, 18]):  # The graph has four rows, and the batch three sequences.
         batch = batch_of(model, [1, 1, 1], starts)
         logits = graphs.logits_of(batch)
         assert logits is not None
         torch.testing.assert_close(logits, model.forward(batch.on(triton_device), launched), rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(replayed.buffers, launched.buffers, strict=True):
-        # Both paths wrote exactly the same slots: unwritten slots are NaN.
+        # Unwritten slots are NaN, so the comparison of NaN shows that both paths wrote the same slots.
         difference = (ours.view(torch.float32) - theirs.view(torch.float32)).abs()
         assert torch.equal(ours.view(torch.float32).isnan(), theirs.view(torch.float32).isnan())
         assert difference.nan_to_num().max() < 1e-3

@@ -63,7 +63,8 @@ def test_pages_that_left_the_window_are_not_read_and_neither_are_their_ids(devic
         first = int(scene.indptr[request])
         freed = (length - 1 - 20) // scene.page_size
         scene.cache[scene.indices[first : first + freed].long()] = torch.nan
-        slot = (length - 1 - 20) % scene.page_size  # the page with the first visible key keeps only its visible keys
+        # In the page with the first visible key, slots before this key become NaN.
+        slot = (length - 1 - 20) % scene.page_size
         scene.cache[int(scene.indices[first + freed]), :, :slot] = torch.nan
         scene.indices[first : first + freed] = -(2**30)
     assert_close(scene.decode(options), expected)
@@ -140,7 +141,7 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     scene.q *= 300
     out, lse = scene.decode(scene.options())
     expected_out, expected_lse = decode_paged_reference(scene.q, scene.unpacked, *scene.table, scene.options())
-    # Scores are in the thousands, so their rounding dominates the error of the weights and of the lse.
+    # Scores are in the thousands, so the rounding of scores dominates the errors of weights and lse.
     torch.testing.assert_close(out.double(), expected_out, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-2)
 

@@ -146,7 +146,8 @@ def test_names_and_their_order_are_flashinfers(call: str) -> None:
     parameters = [p for p in inspect.signature(target).parameters.values() if p.name != "self"]
     by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert by_place[: len(theirs)] == theirs[: len(by_place)]
-    if "." in call:  # our methods take no more positional arguments, because FlashInfer might add its own
+    # Quire's methods take no further positional arguments, because FlashInfer might add arguments in these positions.
+    if "." in call:
         assert len(by_place) <= len(theirs)
     ours = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     rules = set(rules_of(call))

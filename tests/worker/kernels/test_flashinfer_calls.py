@@ -15,7 +15,7 @@ from .attention_scene import assert_close
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 4, 2, 64, 4, 12
 SCALE = AttentionOptions(HEAD_DIM**-0.5)
-KV_PAGE_INDPTR, KV_LAST_PAGE_LEN = [0, 5, 8, 12], [1, 3, 4]  # 17, 11 and 16 tokens
+KV_PAGE_INDPTR, KV_LAST_PAGE_LEN = [0, 5, 8, 12], [1, 3, 4]  # three requests with 17, 11 and 16 tokens
 QO_INDPTR = [0, 9, 11, 18]
 
 
@@ -81,7 +81,7 @@ def test_get_batch_indices_positions(device: torch.device) -> None:
 def test_append_paged_kv_cache(device: torch.device) -> None:
     nnz_kv = 20
     k_append, v_append = (half(nnz_kv, KV_HEADS, HEAD_DIM, device=device) for _ in range(2))
-    # The lengths add up to nnz_kv: 9 + 2 + 5 + 4.
+    # The lengths of the four requests add up to nnz_kv: 9 + 2 + 5 + 4 = 20.
     kv_append_length = int32([9, 2, 5, 4], device)
     kv_append_indptr = torch.cat([torch.zeros(1).int().to(device), torch.cumsum(kv_append_length, dim=0)]).int()
     num_pages_per_req = int32([3, 1, 2, 1], device)
@@ -163,7 +163,7 @@ def test_batch_mla(device: torch.device) -> None:
     mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
         torch.empty(1 << 20, dtype=torch.int8).to(device), backend="fa2"
     )
-    q_indptr = torch.arange(0, batch_size + 1).to(device).int()  # for decode, each query length is 1
+    q_indptr = torch.arange(0, batch_size + 1).to(device).int()  # decode: each request has one query
     kv_lens = torch.full((batch_size,), length, dtype=torch.int32).to(device)
     kv_indptr = torch.arange(0, batch_size + 1).to(device).int() * length
     kv_indices = torch.arange(0, batch_size * length).to(device).int()
@@ -194,7 +194,7 @@ def test_batch_mla(device: torch.device) -> None:
     for request in range(batch_size):
         part = slice(request * length, (request + 1) * length)
         query = torch.cat([q_nope, q_pe], -1)[request : request + 1]
-        keys = torch.cat([ckv, kpe], -1)[part]  # there is one KV head
+        keys = torch.cat([ckv, kpe], -1)[part]  # all query heads share one KV head
         out, lse = attend(query, keys, ckv[part], visible(1, length).to(device), AttentionOptions(sm_scale))
         outs.append(out)
         lses.append(lse)

@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], Counter[str]]] = {
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=9),
     ),
 }
-# Operators that launch no kernel; `reshape` of a dense tensor is a view.
+# These operators launch no kernel. `reshape` only makes a view, because the tensors are dense.
 VIEWS = {
     "alias", "_unsafe_view", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select",
     "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_reshape_alias", "unbind",
@@ -143,7 +143,7 @@ def test_rewritten_models_have_the_logits_of_transformers(
     groups = model.cache_spec.groups
     tables = [[2 * group, 2 * group + 1] for group in range(len(groups))]
     found = []
-    for start, stop in ((0, 16), (16, 19), (19, 20)):  # a prompt, a chunk, a single token
+    for start, stop in ((0, 16), (16, 19), (19, 20)):  # a prompt, a chunk of three tokens, and a single token
         batch = build_batch([Chunk(tokens[start:stop], start, tables, needs_logits=True)], groups=groups)
         found.append(model.forward(batch.on(model.device), cache)[0].cpu())
     torch.testing.assert_close(torch.stack([found[0], found[-1]]), expected, rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ def test_any_number_of_units_is_merged(count: int, v_head_dim: int, device: torc
     indptr = [0, count, count + 3]
     partial = torch.randn(count + 3, 2, v_head_dim, device=device)
     lse = torch.randn(count + 3, 2, device=device) * 20
-    lse[::2, 0] = -torch.inf  # units that saw no key
+    lse[::2, 0] = -torch.inf  # these units saw no key
     out, merged = torch.zeros(2, 2, v_head_dim, device=device), torch.zeros(2, 2, device=device)
     merge_splits(partial, lse, work_of(indptr, device), out, merged)
     assert_close((out, merged), merge_splits_reference(partial, lse, indptr))

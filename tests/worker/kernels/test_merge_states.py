@@ -92,7 +92,7 @@ def test_rows_without_any_key_are_zero_with_an_lse_of_minus_infinity(device: tor
 
 
 def test_merging_parts_is_attention_over_the_whole(device: torch.device) -> None:
-    scores = torch.randn(6, 2, 30, device=device) * 4  # [rows, heads, keys], in natural units
+    scores = torch.randn(6, 2, 30, device=device) * 4  # [rows, heads, keys], as exponents of e
     values = torch.randn(30, 2, 64, device=device)
     whole = torch.einsum("rhk,khd->rhd", scores.softmax(-1), values)
     parts = [scores[..., :7], scores[..., 7:8], scores[..., 8:]]

@@ -59,22 +59,22 @@ def fits(heads: int = 128, split_keys: bool = True, **changed: torch.Tensor) -> 
 
 
 def test_it_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not fits()  # this machine has no Hopper chip
+    assert not fits()  # the tensors are not on a Hopper chip
     for module in (mla_hopper, mla_work):
         monkeypatch.setattr(module, "is_hopper", lambda _: True)
     assert fits()
     assert fits(heads=20)
-    assert not fits(heads=16)  # three quarters of the rows would be zeros
+    assert not fits(heads=16)  # with 16 heads, three quarters of the rows would be zeros
     assert not fits(split_keys=False)
     wide = torch.zeros(3, 16, 2, 576, dtype=torch.bfloat16)
-    assert fits(ckv=wide[:, :, 0, :512])  # a larger stride between rows
+    assert fits(ckv=wide[:, :, 0, :512])  # a larger stride between rows is allowed
     assert not fits(ckv=torch.zeros(3, 16, 256, dtype=torch.bfloat16))
-    assert not fits(ckv=wide[:2].transpose(0, 1)[:, :, 0, :512])  # pages are not adjacent in memory
+    assert not fits(ckv=wide[:2].transpose(0, 1)[:, :, 0, :512])  # these pages are not adjacent in memory
     assert not fits(ckv=torch.zeros(3 * 16 * 576 + 1, dtype=torch.bfloat16)[1:].view(3, 16, 576)[..., :512])
     assert not fits(ckv=torch.zeros(3, 8, 512, dtype=torch.bfloat16))
     assert not fits(ckv=torch.zeros(3, 48, 512, dtype=torch.bfloat16))
     assert fits(q_nope=torch.zeros(128, 2, 512, dtype=torch.bfloat16).transpose(0, 1))
-    assert not fits(q_nope=torch.zeros(2, 128, 516, dtype=torch.bfloat16)[..., :512])  # rows are not aligned
+    assert not fits(q_nope=torch.zeros(2, 128, 516, dtype=torch.bfloat16)[..., :512])  # these rows are not aligned
     assert not fits(q_nope=torch.zeros(2, 128, 512), ckv=torch.zeros(3, 16, 512))
     monkeypatch.setenv(mla_hopper.SWITCH, "0")
     assert not fits()
@@ -91,7 +91,8 @@ def test_units_are_whole_tiles_and_one_for_each_multiprocessor(monkeypatch: pyte
     assert division.work.capacity == 132 * HEADS // 128 + 32
     units = division.work.units[: int(division.work.indptr[-1])]
     assert (units[:, 1] % KEYS == 0).all()
-    assert (units[:, 2] - units[:, 1] == 4096).all()  # ceil(32 * 8192 / 66) = 3972
+    # A unit has at least ceil(32 * 8192 / 66) = 3972 keys, so each request's 8192 keys are two units.
+    assert (units[:, 2] - units[:, 1] == 4096).all()
 
 
 @pytest.fixture

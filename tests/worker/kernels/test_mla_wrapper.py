@@ -64,7 +64,7 @@ def test_the_wrapper_gives_the_softmax(new: list[int], device: torch.device) -> 
 
 
 def test_lengths_that_do_not_fit_the_pages_are_refused_by_name(device: torch.device) -> None:
-    scene = Scene([19, 5, 0], [1, 1, 1], device)  # three pages, one page and none
+    scene = Scene([19, 5, 0], [1, 1, 1], device)  # The requests have three pages, one page and no page.
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
     scene.plan(wrapper)
     for message, lengths in (

@@ -31,11 +31,11 @@ NO_INTEGERS: list[Any] = [
     -2,
 ]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, np.float32("nan")]
-# Parameters with another lowest accepted integer than 1.
+# Parameter -> the lowest accepted integer, where it is not 1.
 LOWEST = {"window_left": -1, "chunk_size": 0, "nnz": 0, "prefix_length": 0, "top_k": 0}
 NOT_NEGATIVE = ("logits_soft_cap", "temperature", "top_p", "min_p")
 POSITIVE = ("append_paged_kv_cache k_scale", "append_paged_kv_cache v_scale")
-WITHOUT_EFFECT = ("rope_scale", "rope_theta")  # hints that are named parameters
+WITHOUT_EFFECT = ("rope_scale", "rope_theta")  # These named parameters are only hints.
 PAGES = {"paged_kv_indptr": [0, 1], "paged_kv_indices": [0], "paged_kv_last_page_len": [3]}
 INDPTR, INDICES, LAST = (torch.tensor(each, dtype=torch.int32) for each in PAGES.values())
 ONE = torch.tensor([0, 1], dtype=torch.int32)

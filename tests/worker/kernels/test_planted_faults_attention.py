@@ -24,7 +24,7 @@ from .attention_scene import Scene, assert_close
 
 Check = Callable[[torch.device], None]
 
-# Pages of 8 put two pages into a float32 tile, as pages of 16 do in half precision.
+# With pages of 8 tokens, a float32 tile has two pages. In half precision, pages of 16 tokens give two pages per tile.
 SMALL_PAGES = {"page_size": 8}
 
 
@@ -84,7 +84,7 @@ def divides(device: torch.device) -> None:
 def merges(device: torch.device) -> None:
     indptr = [0, 40, 41, 44]
     out, lse = torch.randn(44, 2, 64, device=device), torch.randn(44, 2, device=device)
-    lse[32:40] += 20  # the second block of units outweighs the first
+    lse[32:40] += 20  # The second block of units outweighs the first block.
     merged, merged_lse = torch.zeros(3, 2, 64, device=device), torch.zeros(3, 2, device=device)
     units = torch.zeros(44, 4, dtype=torch.int32, device=device)
     work = work_units.WorkUnits(units, torch.tensor(indptr, dtype=torch.int32, device=device))
@@ -94,7 +94,7 @@ def merges(device: torch.device) -> None:
 
 
 VECTORS = ("sinks", "alibi_slopes", "k_scale", "v_scale")
-ONE_PAGE = {"page_size": 64}  # a tile is within one page, so unused slots are read unless the kernel masks them
+ONE_PAGE = {"page_size": 64}  # A tile is within one page, so the kernel reads unused slots unless it masks them.
 FAULTS: list[tuple[Fault, Check]] = [
     (Fault(title, module, before, after), check)
     for module, title, before, after, check in (
@@ -228,7 +228,7 @@ def use(planted: ModuleType, fault: Fault, patch: pytest.MonkeyPatch) -> None:
     real = sys.modules[MODULES[fault.module]]
     users = [module for name, module in sys.modules.items() if name.startswith("quire_kernels")]
     for name, function in vars(real).items():
-        written = getattr(function, "fn", function)  # unwraps functions that Triton decorated
+        written = getattr(function, "fn", function)  # `fn` is the function that Triton decorated
         if isinstance(written, type) or getattr(written, "__module__", None) != real.__name__:
             continue
         for user in users:

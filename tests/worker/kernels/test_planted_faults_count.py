@@ -15,7 +15,7 @@ FAULTS = [
     *(fault for fault, _ in attention.FAULTS),
     *(fault for _, fault in (*cache.FAULTS, *latent.FAULTS)),
 ]
-COUNT = {  # faults per module; update it with each added or removed fault
+COUNT = {  # Number of faults per module. Update the number with each added or removed fault.
     "append_paged_kv_cache": 8,
     "append_slots": 10,
     "append_token": 8,

@@ -42,11 +42,11 @@ def test_pieces_tiles_boxes_and_masks_give_the_softmax(seed: int) -> None:
         own = [next(ids) for _ in range(count)]
         visible_low = max(0, kv_len - q_len - window_left) if window_left >= 0 else 0
         keys = torch.randn(2, kv_len, kv_heads, dim).double()
-        for position in range(visible_low, kv_len):  # keys that no query sees stay NaN
+        for position in range(visible_low, kv_len):  # Keys that no query sees stay NaN.
             k[own[position // page_size], position % page_size] = keys[0, position]
             v[own[position // page_size], position % page_size] = keys[1, position]
         unseen = visible_low // page_size
-        page_ids = [10**9] * unseen + own[unseen:]  # ids of unseen pages must never be read
+        page_ids = [10**9] * unseen + own[unseen:]  # the ids of unseen pages are invalid, because nothing may read them
         requests.append(Request(torch.randn(q_len, group * kv_heads, dim).double(), page_ids, kv_len))
         dense.append(keys)
     results = attend(requests, k, v, Sizes(group, block_m, block_n, causal, window_left))
@@ -60,7 +60,7 @@ def test_pieces_tiles_boxes_and_masks_give_the_softmax(seed: int) -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(16, 1024), (4, 4096), (1, 8192), (3, 3000)])
 def test_programs_that_take_pieces_in_order_get_equal_shares(batch: int, length: int) -> None:
-    tiles = [token // 128 + 1 for _ in range(batch) for token in range(31, length, 32)]  # units of 32 tokens
+    tiles = [token // 128 + 1 for _ in range(batch) for token in range(31, length, 32)]  # one unit per 32 tokens
     shares = [0] * 132
     for number in range(len(tiles) * 8):
         shares[shares.index(min(shares))] += tiles[unit_of_piece(number, len(tiles), 8)]
@@ -83,10 +83,11 @@ def test_pages_are_rows_of_a_matrix_in_either_layout() -> None:
 
 def test_strides_that_tma_cannot_address_are_refused() -> None:
     assert page_rows(torch.zeros(4, 16, 2, 64).half()) is not None
-    assert page_rows(torch.zeros(4, 16, 2, 128).half()[..., ::2]) is None  # elements are not adjacent
-    assert page_rows(torch.zeros(4, 16, 2, 68).half()[..., :64]) is None  # heads of 136 bytes
-    assert page_rows(torch.zeros(4 * 16 * 2 * 64 + 1).half()[1:].view(4, 16, 2, 64)) is None  # an odd address
-    for stride, is_right in ((2**36, True), (2**37, False)):  # page strides, which give 2^30 and 2^31 rows
+    assert page_rows(torch.zeros(4, 16, 2, 128).half()[..., ::2]) is None  # elements of a head are not adjacent
+    assert page_rows(torch.zeros(4, 16, 2, 68).half()[..., :64]) is None  # a stride of 136 bytes between heads
+    assert page_rows(torch.zeros(4 * 16 * 2 * 64 + 1).half()[1:].view(4, 16, 2, 64)) is None  # an unaligned address
+    # These strides between pages give 2^30 and 2^31 rows.
+    for stride, is_right in ((2**36, True), (2**37, False)):
         far = torch.empty_strided((2, 16, 1, 64), (stride, 64, 64, 1), dtype=torch.float16, device="meta")
         assert (page_rows(far) is not None) == is_right
 
@@ -114,7 +115,8 @@ def test_what_the_kernel_is_not_made_for_takes_the_other() -> None:
     assert not fits(batch, masking=Masking(causal=True, chunk_size=64))
     assert not fits(batch, masking=Masking(custom_mask=torch.ones(9).bool(), mask_indptr=torch.zeros(3).long()))
     assert not fits(batch, q=batch.q.transpose(0, 2).contiguous().transpose(0, 2))
-    few = Batch(replace(SHAPES[0], lengths=((3, 70), (5, 90))), CPU)  # so few rows per request give blocks of 16 rows
+    # With so few rows per request, blocks have 16 rows, which the Hopper kernel does not support.
+    few = Batch(replace(SHAPES[0], lengths=((3, 70), (5, 90))), CPU)
     assert not fits(few)
 
 
@@ -142,7 +144,7 @@ def test_a_plan_is_run_again(shape: Shape, device: torch.device) -> None:
 @on_hopper
 def test_a_graph_is_replayed_with_other_queries_keys_and_pages(device: torch.device) -> None:
     batch, other = Batch(SHAPES[0], device), Batch(SHAPES[0], device)
-    batch.run()  # compiles the kernel
+    batch.run()  # This first run compiles the kernel.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = batch.run()

@@ -139,7 +139,7 @@ def test_a_row_that_its_mask_hides_from_all_keys_gives_zeros(device: torch.devic
 
 
 def test_a_tree_of_drafts_is_verified_at_once(device: torch.device) -> None:
-    parents = [-1, 0, 0, 1, 1, 2]  # parent of each draft token; all of them see the 40 tokens before
+    parents = [-1, 0, 0, 1, 1, 2]  # Each draft token's parent. All draft tokens see the 40 tokens before them.
     tree = torch.zeros(6, 46, dtype=torch.bool)
     tree[:, :40] = True
     for token, parent in enumerate(parents):

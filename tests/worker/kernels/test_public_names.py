@@ -67,7 +67,7 @@ def test_the_example_of_warming_up_runs(device: torch.device, monkeypatch: pytes
     example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1]
     seen: list[tuple[int, int, str]] = []
     on_device = example.replace('device = "cuda"', f'device = "{device.type}"')
-    exec(on_device, {"print": lambda *step: seen.append(step)})  # without any names of the first example
+    exec(on_device, {"print": lambda *step: seen.append(step)})  # the second example uses no names of the first
     assert seen[-1] == (7, 7, "done")
 
 

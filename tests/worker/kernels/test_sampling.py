@@ -13,7 +13,7 @@ from quire_kernels.ops import sampling as real
 from quire_kernels.ops.sampling import greedy, sample, weights_reference
 from quire_kernels.shared.reference import SAMPLE_TOLERANCE
 
-# Values are temperature, top_k, top_p and min_p.
+# Name of a chain -> temperature, top_k, top_p and min_p.
 CHAINS = {
     "all": (1.0, 0, 1.0, 0.0),
     "hot": (3.0, 0, 1.0, 0.0),
@@ -54,7 +54,7 @@ def is_drawn_token(weights: torch.Tensor, token: int, uniform: float) -> bool:
 
 def samples_match(module: ModuleType, device: torch.device) -> bool:
     """Returns whether all chains, as rows of one batch, are drawn right. The module may be the real or a faulty one."""
-    logits = 3 * torch.randn(len(CHAINS), 1200).to(device)  # drawn on the CPU: equal on every device
+    logits = 3 * torch.randn(len(CHAINS), 1200).to(device)  # The CPU draws the logits, so all devices get the same.
     columns = list(zip(*CHAINS.values(), strict=True))
     temperature, top_p, min_p = (torch.tensor(columns[i], device=device) for i in (0, 2, 3))
     top_k = torch.tensor(columns[1], dtype=torch.int32, device=device)

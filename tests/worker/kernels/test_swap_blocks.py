@@ -71,7 +71,8 @@ def test_nan_of_any_kind_is_moved_bit_by_bit_and_nothing_else_is_touched(device:
 
 def test_blocks_further_than_an_int32_reaches_go_out_and_come_back(device: torch.device) -> None:
     stride = 2**31 + 64
-    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)  # a CPU allocates only written memory
+    # On a CPU, the system allocates only the memory that is written.
+    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)
     buffer = memory.as_strided((2, 4096), (stride, 1))
     buffer[1] = torch.arange(4096, device=device) % 251
     staging = torch.zeros(1, 4096, dtype=torch.uint8, device=device)

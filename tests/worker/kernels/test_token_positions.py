@@ -21,7 +21,7 @@ def test_they_are_those_of_a_loop(seed: int, device: torch.device) -> None:
     lengths = [count + choose.randrange(5) for count in new]
     padding = choose.randrange(4)
     expected = [(request, lengths[request] - count + i) for request, count in enumerate(new) for i in range(count)]
-    expected += [(-1, 0)] * padding  # tokens that the append skips
+    expected += [(-1, 0)] * padding  # The append skips these tokens.
     indptr = int32(0, *new, device=device).cumsum(0, dtype=torch.int32)
     seq_lens = torch.tensor(lengths, dtype=choose.choice((torch.int32, torch.int64)))
     requests, positions = get_batch_indices_positions(indptr, seq_lens, len(expected))

@@ -80,7 +80,7 @@ def test_the_kernel_chooses_what_sorting_chooses(device: torch.device) -> None:
             sample(logits, params, ours, backend.choose_tokens).tolist()
             == sample(logits.cpu(), params, theirs).tolist()
         )
-    for one, other in zip(ours, theirs, strict=True):  # both generators have advanced equally
+    for one, other in zip(ours, theirs, strict=True):  # Each pair of generators has advanced equally.
         assert torch.equal(one.get_state(), other.get_state())
 
 

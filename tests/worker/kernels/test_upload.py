@@ -22,7 +22,7 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         busy = torch.randn(8192, 8192, device="cuda")
-        for _ in range(40):  # takes some tenths of a second
+        for _ in range(40):  # The products take some tenths of a second.
             busy = (busy @ busy).tanh()
         sent = upload_tensor(torch.arange(7), "cuda")
         assert not stream.query(), "the copy lies behind what the device does"

@@ -17,8 +17,8 @@ from quire_kernels.shared.tile import attend_keys
 
 from tests.worker.test_warm_up import launches
 
-# Kernels that `warmup` does not launch: the worker's own append and the kernels between products, which the worker's
-# warming up launches; the exceptions in the docstring of `warmup`; and Gluon kernels, which need Hopper.
+# `warmup` does not launch these kernels. The worker warms up the slot append and the kernels between products itself.
+# Gluon kernels need Hopper. The docstring of `warmup` names the other exceptions.
 NOT_COVERED = {
     "append_slots_kernel",
     "gated_activation_kernel",

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-# Calls of every public name that launches a kernel. The calls are valid except that their tensors are in host memory.
+# This program calls every public name that launches a kernel. The calls are valid, except that their tensors are in
+# host memory.
 CALLS = """
 import json, torch
 import quire_kernels as a

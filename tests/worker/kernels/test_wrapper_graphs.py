@@ -105,7 +105,8 @@ def test_a_replay_of_ragged_prefill_attends_to_what_was_planned_last(device: tor
             run()
         replay = graph.replay
     second.plan(wrapper)
-    wrapper._planned = captured  # a graph keeps its addresses, so it sees the second plan only through memory
+    # A captured graph keeps its addresses, so the graph sees the second plan only if `plan` wrote to the same memory.
+    wrapper._planned = captured
     q.copy_(second.q)
     k.copy_(second.k)
     v.copy_(second.v)

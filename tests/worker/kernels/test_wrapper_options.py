@@ -101,7 +101,8 @@ def test_lse_is_given_in_the_base_that_is_asked_for(device: torch.device) -> Non
     assert natural[1] is given
     assert torch.equal(natural[0], out)
     torch.testing.assert_close(given, lse * math.log(2.0))
-    wrapper.run(scene.q, scene.cache, lse=given.zero_(), lse_base="ln")  # lse is written although it is not returned
+    # The call writes the given `lse`, although the call does not return the lse.
+    wrapper.run(scene.q, scene.cache, lse=given.zero_(), lse_base="ln")
     torch.testing.assert_close(given, lse * math.log(2.0))
     ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     ragged.begin_forward(scene.index([0, 3]), scene.index([0, 5]), 4, 2, 64, q_data_type="float32")
@@ -159,7 +160,7 @@ def test_without_splits_a_request_has_the_same_bits_in_every_batch(device: torch
     expected = decode_paged_reference(scene.q, scene.unpacked, *scene.table, scene.options())
     assert_close(together, expected)
     split = decode_wrapper(scene).run(scene.q, scene.cache)
-    assert not torch.equal(split[0], together[0][0])  # by default a long request is split, so its rounding differs
+    assert not torch.equal(split[0], together[0][0])  # By default long requests are split, so rounding differs.
     for request in range(3):
         start, stop = scene.indptr[request : request + 2].tolist()
         alone = BatchDecodeWithPagedKVCacheWrapper(workspace(device))

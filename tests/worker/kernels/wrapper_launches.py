@@ -44,7 +44,7 @@ KINDS = (
     _MASKED,
     replace(_MASKED, custom_mask="bool", causal=False),
     AttentionKind(4, 4, 192, 1, torch.bfloat16, v_head_dim=128, causal=False, calls=("ragged",)),
-    AttentionKind(3, 1, 18, 3, torch.float32),  # strides and addresses that are not multiples of 16
+    AttentionKind(3, 1, 18, 3, torch.float32),  # has strides and addresses that are not multiples of 16
     LatentKind(16, 512, 64, 64, torch.bfloat16),
 )
 

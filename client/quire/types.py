@@ -246,7 +246,7 @@ class Quota:
         namespace: its name. "*" means every namespace without its own quota.
         held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
             operations get Result.QUOTA.
-        cached_blocks_max: the most blocks that it may leave in the cache. Beyond it, its own are evicted first.
+        cached_blocks_max: the most blocks that it may leave cached. Beyond this limit, its blocks are evicted first.
     """
 
     namespace: str

@@ -55,7 +55,7 @@ class Swap(NamedTuple):
 
 # Shared with the core: scripts/shared_values.py
 class Takeover(NamedTuple):
-    """A sequence's own blocks in a group are published, from a position on. They replace its twins, now empty."""
+    """From a position on, a sequence's own blocks in a group are published. They replace its twins, now empty."""
 
     sequence_id: int
     group: int

@@ -122,7 +122,7 @@ class Blocks:
             own.add(entry)
 
     def keep(self, space: Namespace, entries: Sequence[Scoped], keep_ms: int) -> None:
-        """For `keep_ms` from now on, evicts these entries late, if they fit the share of the namespace."""
+        """Evicts these entries late for `keep_ms` from now on, if they fit the share of the namespace."""
         now_ms = self.policy.now_ms
         new = [entry for entry in entries if entry.keep_until_ms <= now_ms]
         count = sum([entry.block_count for entry in new])

@@ -75,7 +75,7 @@ def make_parser() -> Parser:
         type=_up_to(limits.STREAMS_OF_ALL_MAX // 2),
         default=limits.STREAMS_MAX,
         metavar="COUNT",
-        help=f"owners' streams of one client certificate, or of one connection without any, 1 to"
+        help=f"most owners' streams of one client certificate, or of one connection without a certificate, 1 to"
         f" {limits.STREAMS_OF_ALL_MAX // 2}; each may take 2 MiB (default: %(default)d)",
     )
     parser.add_argument(

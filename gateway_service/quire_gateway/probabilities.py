@@ -107,7 +107,7 @@ class Places:
 
         Args:
             text: the piece.
-            is_held: whether the next tokens may have text that has not come yet.
+            is_held: whether the worker may hold back some text of the next tokens until a later piece.
         """
         self._is_held = is_held
         self._text = self._text[self._place :] + text

@@ -19,7 +19,7 @@ from quire_gateway.schemas import rounded
 
 AT_ONCE_BYTES: Final = 16 << 10  # larger bodies are parsed on a thread
 LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
-# Strings and names in one body, for example 8 in each of 8,192 messages. Parsing so many blocks other requests for
+# Strings and names in one body, for example 8 in each of 8,192 messages. Parsing that many delays other requests by
 # milliseconds.
 TEXTS_MAX: Final = 1 << 16
 STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # characters in tools and JSON schemas; workers allow no more in a prompt

@@ -52,7 +52,7 @@ def with_usage(files: Certificates, name: str, usages: list[x509.ObjectIdentifie
         if isinstance(value, x509.ExtendedKeyUsage):
             value = x509.ExtendedKeyUsage(usages)
         builder = builder.add_extension(value, extension.critical)
-    signed = builder.sign(signer, hashes.SHA256())  # type: ignore[arg-type]  # the authority's key signs
+    signed = builder.sign(signer, hashes.SHA256())  # type: ignore[arg-type]  # this CA's key can sign
     (files.folder / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     shutil.copy(files.folder / "client.key", files.folder / f"{name}.key")
     return files.client(name)

@@ -104,7 +104,7 @@ def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
 
 
 def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
-    pool = make_pool(32, full(4), state(64), state(64))  # the attention takes so few blocks that answers have no stops
+    pool = make_pool(32, full(4), state(64), state(64))  # full attention has few of the blocks, so answers get no stops
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2

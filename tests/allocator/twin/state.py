@@ -115,7 +115,7 @@ class TwinState:
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
         self.replaced_count = 0  # early stops replaced by another stop
-        self.answered_count = 0  # number of stops at ends of prompts and in answers that later stops replaced
+        self.answered_count = 0  # stops that a later stop replaced: at ends of prompts, and in answers
         self.empty = list(range(block_count))[::-1]  # the last block of the list is granted next
         self.published: list[Slot] = []
         self.clock = self.now_ms = 0

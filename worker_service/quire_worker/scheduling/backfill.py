@@ -26,7 +26,7 @@ from quire.protocol.outcomes import NULL_BLOCK
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.room_ahead import block_count_of, last_of
 
-DEPTH = 32  # most samples behind a head that are considered in a turn
+DEPTH = 32  # maximum number of samples behind the queue's head that are considered in a turn
 
 
 class Reservation(NamedTuple):

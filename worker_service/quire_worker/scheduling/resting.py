@@ -31,7 +31,7 @@ class Resting:
     """The samples of all branches that no call uses.
 
     Attributes:
-        forking: children without a share of their parent's blocks yet, including those that are to run at once.
+        forking: children that do not share their parent's blocks yet, even those that will run immediately.
         settling: samples that came to rest since the last step.
     """
 

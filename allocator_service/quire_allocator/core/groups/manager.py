@@ -126,7 +126,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def footprint(self, part: PartT, token_count: int) -> int:
-        """Counts the blocks in a sequence's tables at `token_count` tokens, if no further blocks have fallen out."""
+        """Counts the blocks in a sequence's tables at `token_count` tokens, if no more blocks leave its windows."""
 
     @abstractmethod
     def peak(self, token_count: int, pass_token_count: int) -> int:

@@ -25,7 +25,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 from quire_allocator.wire.step_columns import StepColumns
 
 # Estimated bytes of one pool, block, run and so on: Python's objects, and the overhead of Python's allocator.
-# `tests/allocator/session/test_memory_of_blocks.py` measures the most bytes that a block takes.
+# `tests/allocator/session/test_caller_memory.py` holds them above what pools of each shape take.
 POOL_BYTES: Final = 32 << 10
 BLOCK_BYTES: Final = 48  # a used block: its id, its digest, its entry in a table
 RUN_BYTES: Final = 720  # a run: a published stretch of full attention
@@ -38,7 +38,7 @@ NEED_BYTES: Final = 16  # a unit that a stop needs
 PENDING_BYTES: Final = 64  # a digest that a sequence announces
 GHOST_BYTES: Final = 190  # an evicted entry that the policy remembers
 HISTORY_BYTES: Final = 200  # a digest of an earlier prompt
-TRUSTED_BYTES: Final = 1 << 60  # most bytes of a trusted caller's pool; no pool gets so large
+TRUSTED_BYTES: Final = 1 << 60  # allowed bytes of a trusted caller's pool; no pool gets so large
 SLACK_BYTES: Final = 256 << 10  # bytes by which a pool may grow before all pools of its caller are summed again
 
 

@@ -13,7 +13,7 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.routing.router import Router
-from quire_allocator.session.caller_memory import CallerMemory, pool_bytes
+from quire_allocator.session.caller_memory import TRUSTED_BYTES, CallerMemory, pool_bytes
 from quire_allocator.session.kept_bytes import KeptBytes
 
 AnswerT = TypeVar("AnswerT")
@@ -158,7 +158,7 @@ class SessionRegistry:
         Raises:
             Refusal: LIMIT, POOL_QUARANTINED.
         """
-        if pool_bytes(owner.pool) + added > owner.allowed_bytes:
+        if owner.allowed_bytes < TRUSTED_BYTES and pool_bytes(owner.pool) + added > owner.allowed_bytes:
             owner.pool.log.step = owner.steps.next_step
             self.apply(owner, lambda: self.memory.evict(owner, added), now)
             self.memory.allow(owner, added)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
-from collections.abc import Hashable
+import tracemalloc
+from collections.abc import Callable, Hashable
 
 import pytest
 from quire.protocol.permissions import EVERYTHING
@@ -14,8 +16,10 @@ from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.events import DIGEST_BYTES_KEPT_MAX, EVENTS_KEPT_MAX
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.pending import Announcement
+from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_allocator.session.caller_memory import SLACK_BYTES, pool_bytes
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.steps import answer_step
@@ -24,6 +28,17 @@ from quire_allocator.wire.translate import pool_spec
 from tests.allocator.service.harness import commits, grows, spec
 from tests.simulation.world import Quiet
 
+FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=64)
+STATE = GroupSpec(GroupKind.STATE, 16)
+SHAPES = {
+    "full attention": (FULL,),
+    "windows": (WINDOW,),
+    "states": (STATE,),
+    "full attention with windows": (FULL, WINDOW),
+    "full attention with states": (FULL, STATE),
+    "everything": (FULL, WINDOW, STATE),
+}
 MEMORY_MAX = 2 << 20
 BLOCKS = 16_384
 AT_ONCE = 128
@@ -67,6 +82,51 @@ def publish(sessions: SessionRegistry, owner: Ownership, count: int, *, held: bo
         apply(sessions, owner, commits=commits(*((each, size, digest(owner.name, each)) for each in ids)))
         if not held:
             apply(sessions, owner, frees=pb.FreePhase(sequences=list(ids)))
+
+
+def published_alone(pool: Pool, number: int, namespace: str) -> None:
+    pool.allocate(number, 16, digest("a", number), namespace)
+    pool.commit(number, 16, digest("a", number))
+
+
+def freed_alone(pool: Pool, number: int, namespace: str) -> None:
+    published_alone(pool, number, namespace)
+    pool.free(number)
+
+
+def without_a_block_of_its_own(pool: Pool, number: int, namespace: str) -> None:
+    pool.allocate(number, 1, b"", namespace)
+
+
+def announced(pool: Pool, number: int, namespace: str) -> None:
+    pool.allocate(number, 16 * 8 + 1, b"".join(digest(str(number), each) for each in range(8)), namespace)
+
+
+def chat(pool: Pool, number: int, namespace: str) -> None:
+    digests = b"".join(digest(str(number), each) for each in range(12))
+    pool.allocate(number, 16 * 12, digests, namespace)
+    pool.commit(number, 16 * 12, digests)
+    pool.free(number)
+
+
+@pytest.mark.parametrize("namespace", ["one", "a namespace each"])
+@pytest.mark.parametrize("take", [published_alone, freed_alone, without_a_block_of_its_own, announced, chat])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_pool_takes_at_most_what_is_estimated(
+    shape: str, take: Callable[[Pool, int, str], None], namespace: str
+) -> None:
+    pool = Pool(PoolSpec(BLOCKS, SHAPES[shape]))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for number in range(1, 513):
+            take(pool, number, namespace if namespace == "one" else f"n{number}")
+            pool.log.discard()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert pool.last_sequence_id == 512
+    assert 0 < taken <= pool_bytes(pool)
 
 
 def test_cached_blocks_of_the_pool_that_grows_leave_first(sessions: SessionRegistry) -> None:

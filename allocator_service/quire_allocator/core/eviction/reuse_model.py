@@ -30,7 +30,6 @@ _FORGET_POOLS: Final = 64  # time after which an observation counts half, in poo
 _LEARN_FIRST: Final = 4
 _LEARN_SLOWER: Final = 8
 _LEARN_EVERY: Final = 64
-_SEEN_MIN: Final = 0.02  # An age is ignored if a smaller share of waits than this is old enough for it.
 
 
 class Family(NamedTuple):
